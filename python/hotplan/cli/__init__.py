@@ -1,0 +1,1 @@
+"""The ``hotplan`` command: one module per subcommand, imported only when it runs."""

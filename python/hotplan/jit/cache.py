@@ -1,0 +1,171 @@
+"""The cache on disk: where it is, who may write it, finding and publishing entries, one builder at a time.
+
+An entry is a directory <family>-<backend>-<16 digits of the key>/ with the library and manifest.json. It
+comes into being by one rename of a finished directory, so what is there under that name was complete once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hotplan.jit.key import Recipe
+from hotplan.jit.log import say
+
+MANIFEST = "manifest.json"
+COMPILERS = "compilers.json"
+LOCKS = ".locks"
+
+
+def cache_root() -> Path:
+    """HOTPLAN_CACHE_DIR, else $SGLANG_CACHE_DIR/hotplan, $XDG_CACHE_HOME/hotplan or ~/.cache/hotplan."""
+    choices = (
+        (os.environ.get("HOTPLAN_CACHE_DIR"), ""),
+        (os.environ.get("SGLANG_CACHE_DIR"), "hotplan"),
+        (os.environ.get("XDG_CACHE_HOME"), "hotplan"),
+        ("~/.cache", "hotplan"),
+    )
+    base, name = next((base, name) for base, name in choices if base)
+    path = os.path.expanduser(base)
+    if path.startswith("~"):
+        raise RuntimeError(f"the home directory in {base!r} is unknown: set HOTPLAN_CACHE_DIR")
+    return Path(os.path.abspath(path), name)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises RuntimeError if somebody else could have put code at `path`: loading it would run that code."""
+    stat = path.stat()
+    if stat.st_uid not in (0, os.geteuid()):
+        raise RuntimeError(
+            f"{path} belongs to user id {stat.st_uid}, not to you ({os.geteuid()}) or root, and hotplan "
+            "would load code from it. Change the owner, or set HOTPLAN_CACHE_DIR to a directory of yours."
+        )
+    if stat.st_mode & 0o022:
+        raise RuntimeError(
+            f"{path} can be written by other users (mode {stat.st_mode & 0o7777:o}), and hotplan would load "
+            f"code from it. Run `chmod go-w {path}`, or set HOTPLAN_CACHE_DIR to a directory of yours."
+        )
+
+
+def _library(entry: Path, recipe: Recipe) -> Path:
+    """The library in `entry`; ValueError if it does not serve `recipe` or the entry is damaged."""
+    try:
+        manifest = json.loads((entry / MANIFEST).read_bytes())
+        if not recipe.accepts(manifest["parts"]):
+            raise ValueError("it was built from something else")
+        library = entry / manifest["library"]
+        for path in (entry, library):
+            refuse_foreign(path)
+        # It is paged in anyway; hashing 1 MB takes 1 ms, and running a truncated library is a SIGBUS.
+        if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
+            raise ValueError(f"{library.name} is not what was built")
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return library
+
+
+@functools.cache  # once, though find() runs again under the lock
+def _report_damage(entry: Path, error: str) -> None:
+    say(f"cache entry {entry} is damaged and not used: {error}", warning=True)
+
+
+def find(root: Path, recipe: Recipe) -> Path | None:
+    """The library to load for `recipe`, or None. Writes nothing. Raises RuntimeError like refuse_foreign."""
+    if not root.is_dir():
+        return None
+    refuse_foreign(root)
+    exact = root / recipe.name
+    if exact.is_dir():
+        try:
+            return _library(exact, recipe)
+        except ValueError as error:
+            _report_damage(exact, str(error))
+    for other in sorted(root.glob(f"{recipe.family}-{recipe.backend}-*")):
+        with contextlib.suppress(ValueError):
+            return _library(other, recipe)
+    return None
+
+
+@contextlib.contextmanager
+def building(root: Path, recipe: Recipe) -> Iterator[Path]:
+    """A new private directory in `root` to build in, while no other process builds this family and backend.
+
+    The lock is the kernel's (flock): it ends with its holder, however that dies, and what the dead left is
+    removed. Raises OSError where `root` cannot be written or built in.
+    """
+    what = f"{recipe.family}-{recipe.backend}"
+    if not re.fullmatch(r"[\w./+@%~-]+", str(root.resolve())):
+        raise OSError("tvm-ffi's builds do not take such a name")  # flags and paths are not quoted
+    os.makedirs(root, mode=0o755, exist_ok=True)
+    refuse_foreign(root)
+    os.makedirs(root / LOCKS, mode=0o755, exist_ok=True)
+    lock = os.open(root / LOCKS / what, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that builds {recipe.label} in {root}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # This machine's: a network file system may keep locks to each machine.
+        prefix = f".build-{what}-{platform.node()}-"
+        for orphan in root.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(orphan, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def publish(root: Path, staging: Path, library: Path, recipe: Recipe, seconds: float) -> Path:
+    """Moves the finished library in `staging` to its place in the cache and returns the path there."""
+    entry = root / recipe.name
+    draft = staging / "entry"
+    draft.mkdir()
+    shutil.move(library, draft / library.name)
+    data = (draft / library.name).read_bytes()
+    manifest = {
+        "library": library.name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        "seconds": round(seconds, 3),
+        "key": recipe.key,
+        "parts": recipe.parts,
+        "c++": recipe.cxx and recipe.cxx.path,
+        "nvcc": recipe.cuda and recipe.cuda.nvcc,
+    }
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    # As readable as the cache itself, and writable by the owner alone whatever the umask.
+    mode = root.stat().st_mode & 0o755
+    for path, bits in ((draft, mode), (draft / library.name, mode), (draft / MANIFEST, mode & 0o644)):
+        path.chmod(bits)
+    winner = find(root, recipe)
+    if winner:  # of another machine, perhaps, and others may be loading it already
+        return winner
+    if entry.exists():  # damaged
+        os.rename(entry, staging / "damaged")
+    os.rename(draft, entry)
+    return entry / library.name
+
+
+def entries(root: Path) -> list[dict[str, Any]]:
+    """The manifests of all readable entries, with their `path`; for people to look at."""
+    found = []
+    for path in sorted(root.glob(f"*/{MANIFEST}")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append({"path": str(path.parent), **json.loads(path.read_bytes())})
+    return found

@@ -1,0 +1,119 @@
+"""One compile: a recipe's sources in a private directory, through tvm_ffi.cpp.build, to a shared library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from hotplan.jit.key import CUDA_FLAGS, CXX_FLAGS, UNITS, Recipe
+from hotplan.jit.toolchain import MissingTool, find_ninja
+
+_SHOWN_LINES = 40
+# Command lines that ninja repeats, and what every build prints (tvm-ffi asks for C++17 first).
+_NOISE = re.compile(r"\[\d+/\d+\] |ninja exited|stdout:|nvcc warning : incompatible redefinition for option 'std'")
+
+# tvm_ffi.cpp.build takes compilers and architectures from os.environ, which the whole process shares.
+_environment_lock = threading.Lock()
+
+
+class CompileError(RuntimeError):
+    """The compiler said no. `output` is all it printed."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
+
+    @property
+    def disk_is_full(self) -> bool:
+        return "No space left on device" in self.output or "Disk quota exceeded" in self.output
+
+    def excerpt(self) -> str:
+        """The output from just before the first error on."""
+        text = re.sub(r"^FAILED: .*\n.*\n", "", self.output, flags=re.MULTILINE)
+        lines = [line for line in text.splitlines() if not _NOISE.match(line)]
+        first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b|fatal", line)), 0)
+        shown = lines[max(0, first - 3) :][:_SHOWN_LINES]
+        return "\n".join(shown)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """os.environ with `changes`, and tvm-ffi's remembered CUDA home forgotten before and after."""
+    from tvm_ffi.cpp import extension
+
+    forget = getattr(getattr(extension, "_find_cuda_home", None), "cache_clear", lambda: None)
+    with _environment_lock:
+        before = {var: os.environ.get(var) for var in changes}
+        os.environ.update(changes)
+        forget()
+        try:
+            yield
+        finally:
+            for var, value in before.items():
+                if value is None:
+                    os.environ.pop(var, None)
+                else:
+                    os.environ[var] = value
+            forget()
+
+
+def compile_library(recipe: Recipe, directory: Path) -> Path:
+    """Builds `recipe` in `directory` (empty, private) and returns the library's path there.
+
+    The sources compiled are the bytes that were hashed, not the files as they are by now. Raises MissingTool,
+    CompileError, or OSError where `directory` cannot be written.
+    """
+    import tvm_ffi.cpp
+
+    if recipe.missing or recipe.cxx is None:
+        raise MissingTool(recipe.missing)
+    ninja = find_ninja()
+    directory = directory.resolve()
+    sources = directory / "src"
+    for name, data in recipe.sources.items():
+        path = sources / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    # __FILE__ and std::source_location in messages: csrc/..., not a directory that is gone by then.
+    mapped = f"-ffile-prefix-map={sources}/="
+    define = f"-DHOTPLAN_BACKEND_CUDA={int(recipe.backend == 'cuda')}"
+    # A symbol that is nowhere is an error of the linker here, not the end of the process at the first call.
+    ldflags = ["-Wl,--no-undefined"]
+    includes = [str(sources / "include")]
+    # Last in PATH: where ninja lies may be a compiler, too, and not the one that the key is about.
+    search = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)])
+    environment = {"CXX": recipe.cxx.command, "PATH": search}
+    if recipe.cuda:
+        # tvm-ffi's link line knows only $CUDA_HOME/lib64/libcudart.so; a symbolic link covers all layouts.
+        # The run path serves a process whose torch brings no CUDA runtime, or one of another major version.
+        (directory / "libcudart.so").symlink_to(recipe.cuda.cudart)
+        ldflags += [f"-L{directory}", f"-Wl,-rpath,{os.path.dirname(recipe.cuda.cudart)}"]
+        includes.append(recipe.cuda.include)
+        environment |= {"CUDA_HOME": recipe.cuda.home, "TVM_FFI_CUDA_ARCH_LIST": " ".join(recipe.archs)}
+        nvcc_vars = "".join(os.environ.get(var, "") for var in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
+        if recipe.cxx.how == "CXX" and "NVCC_CCBIN" not in os.environ and "ccbin" not in nvcc_vars:
+            # A compiler that the user names is meant for both halves: the default may be too new for nvcc.
+            environment["NVCC_CCBIN"] = recipe.cxx.path
+
+    units = [str(sources / "csrc" / recipe.family / unit) for unit in UNITS[recipe.backend]]
+    with _environment(environment):
+        try:
+            built = tvm_ffi.cpp.build(
+                name=f"hotplan_{recipe.family}_{recipe.backend}",
+                cpp_files=[unit for unit in units if not unit.endswith(".cu")],
+                cuda_files=[unit for unit in units if unit.endswith(".cu")],
+                extra_cflags=[*CXX_FLAGS, define, mapped],
+                extra_cuda_cflags=[*CUDA_FLAGS, define, "-Xcompiler", mapped],
+                extra_ldflags=ldflags,
+                extra_include_paths=includes,
+                build_directory=str(directory),
+                backend="cuda" if recipe.cuda else None,
+            )
+        except RuntimeError as error:
+            raise CompileError(str(error).replace(str(sources), str(recipe.root))) from None
+    return Path(built)

@@ -1,0 +1,163 @@
+"""`load` and `build`: the module of a (family, backend), from this process, the cache, or a compile."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hotplan.jit import cache
+from hotplan.jit.compile import CompileError, compile_library
+from hotplan.jit.key import Recipe, make_recipe
+from hotplan.jit.log import say
+from hotplan.jit.toolchain import ARCHS_VAR, Memo, MissingTool, parse_archs
+
+if TYPE_CHECKING:
+    import tvm_ffi
+
+_modules: dict[tuple[str, str, Path | None], tvm_ffi.Module] = {}
+_modules_lock = threading.Lock()
+
+
+class Built(NamedTuple):
+    """A library in the cache and the seconds its compile took just now (0.0: it was there)."""
+
+    path: Path
+    seconds: float
+
+
+def load(family: str, backend: str, *, root: Path | None = None) -> tvm_ffi.Module:
+    """The module of a kernel family, compiled on first use; a dictionary hit from the second call on.
+
+    `family` is a directory of csrc/, `backend` is "cpu" or "cuda"; `root` holds other sources than the
+    package's. Raises ValueError (unknown name, bad architecture variable) and RuntimeError (no compiler, a
+    failed compile, strict mode, a cache directory that others can write).
+    """
+    module = _modules.get((family, backend, root))
+    if module is None:
+        with _modules_lock:
+            module = _modules.get((family, backend, root))
+            if module is None:
+                module = _modules[family, backend, root] = _load(family, backend, root)
+    return module
+
+
+def build(
+    family: str,
+    backend: str,
+    archs: str | Iterable[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    root: Path | None = None,
+) -> Built:
+    """Makes sure that the cache holds the library, without loading it. With `archs` it needs no GPU.
+
+    `archs` is like "9.0a,10.0a" (default: as in `load`). `out` is a directory to use in place of the cache;
+    where the library is wanted, HOTPLAN_CACHE_DIR has to name it. Raises as `load` does.
+    """
+    parsed = None if archs is None else parse_archs(archs, "archs")
+    if out is None:
+        return _ensure(cache.cache_root(), family, backend, parsed, root)
+    return _ensure(Path(out).expanduser().absolute(), family, backend, parsed, root, fallback=False)
+
+
+def strict() -> bool:
+    return os.environ.get("HOTPLAN_STRICT", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def build_command(recipe: Recipe, cache_dir: Path) -> str:
+    """The shell command that compiles `recipe` into `cache_dir`."""
+    setting = {"HOTPLAN_STRICT": "0", "HOTPLAN_CACHE_DIR": str(cache_dir)}
+    if recipe.archs:
+        setting[ARCHS_VAR] = ",".join(recipe.archs)
+    code = f"import hotplan.jit; hotplan.jit.build('{recipe.family}', '{recipe.backend}')"
+    return " ".join(f"{var}={shlex.quote(value)}" for var, value in setting.items()) + f' python -c "{code}"'
+
+
+def _load(family: str, backend: str, root: Path | None) -> tvm_ffi.Module:
+    import tvm_ffi
+
+    path = _ensure(cache.cache_root(), family, backend, None, root).path
+    try:
+        return tvm_ffi.load_module(path)
+    except Exception as error:
+        raise RuntimeError(f"{path} was built for this machine but cannot be loaded: {error}") from error
+
+
+def _ensure(
+    cache_dir: Path,
+    family: str,
+    backend: str,
+    archs: tuple[str, ...] | None,
+    root: Path | None,
+    fallback: bool = True,
+) -> Built:
+    if cache_dir.is_dir():
+        cache.refuse_foreign(cache_dir)  # before the memo in it is believed
+    memo = Memo(cache_dir / cache.COMPILERS)
+    recipe = make_recipe(family, backend, memo, archs, root)
+    found = cache.find(cache_dir, recipe)
+    if found:
+        memo.save()
+        return Built(found, 0.0)
+    if strict():
+        raise RuntimeError(
+            f"HOTPLAN_STRICT is set, so nothing is compiled, and {recipe.label} is not in {cache_dir} "
+            f"(key {recipe.key}). Build it with:\n  {build_command(recipe, cache_dir)}"
+        )
+    if recipe.missing:
+        raise MissingTool(f"{recipe.label} is not in {cache_dir} and cannot be compiled: {recipe.missing}")
+    try:
+        built = _compile_into(cache_dir, recipe)
+        memo.save()
+        return built
+    except OSError as error:
+        if not fallback:
+            raise
+        private = Path(tempfile.mkdtemp(prefix="hotplan-"))
+        atexit.register(_remove_unless_failed, private)
+        say(
+            f"cannot build in {cache_dir} ({error}); this process compiles for itself, into {private}. "
+            "Set HOTPLAN_CACHE_DIR to a directory that can be written.",
+            warning=True,
+        )
+        return _compile_into(private, recipe)
+
+
+def _compile_into(cache_dir: Path, recipe: Recipe) -> Built:
+    with cache.building(cache_dir, recipe) as staging:
+        found = cache.find(cache_dir, recipe)  # built while we waited
+        if found:
+            return Built(found, 0.0)
+        start = time.perf_counter()
+        try:
+            library = compile_library(recipe, staging)
+        except CompileError as error:
+            if error.disk_is_full:
+                raise OSError("no space left") from error
+            log = _keep_log(cache_dir, recipe, error.output)
+            raise RuntimeError(
+                f"compiling {recipe.label} failed; the full log is in {log}\n{error.excerpt()}"
+            ) from None
+        seconds = time.perf_counter() - start
+        path = cache.publish(cache_dir, staging, library, recipe, seconds)
+    say(f"compiled {recipe.label} in {seconds:.1f} s -> {path}")
+    return Built(path, seconds)
+
+
+def _keep_log(cache_dir: Path, recipe: Recipe, output: str) -> Path:
+    log = cache_dir / f"{recipe.name}.log"
+    log.write_text(output)
+    return log
+
+
+def _remove_unless_failed(private: Path) -> None:
+    if not any(private.glob("*.log")):
+        shutil.rmtree(private, ignore_errors=True)

@@ -1,0 +1,6 @@
+"""Serving traces turned into forward steps, and the plans of every step.
+
+``trace`` reads or generates requests, ``scheduler`` turns them into steps over the paged tables of ``pool`` and the
+prefix cache of ``prefix``, ``steps`` builds each step's plans, ``verify`` checks them, ``runner`` drives the loop and
+``report`` shows the result. Nothing here is needed to use the operators.
+"""
