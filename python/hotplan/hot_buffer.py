@@ -1,0 +1,298 @@
+"""The hot buffer of one group of layers as an object: who owns a pinned host pool and top-k ids needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hotplan import hisparse
+
+__all__ = ["HitStats", "HotBuffer"]
+
+
+class HitStats(NamedTuple):
+    """Top-k references since the last reset: hits found their id in the hot buffer, misses had it copied."""
+
+    hits: int
+    misses: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of hits, 0.0 before the first reference."""
+        total = self.hits + self.misses
+        return self.hits / total if total else 0.0
+
+
+class HotBuffer:
+    """Hot rows, state and tables of a group of layers that share their top-k ids.
+
+    ::
+
+        hot = HotBuffer(pool, max_requests=64, top_k=2048, hot_slots=4096)  # pool: pinned [layers, host_rows, width]
+        request = hot.admit()
+        rows = hot.resolve(ids, [request])                       # int32 [R, K] ids -> hot rows, once per step
+        for layer in range(hot.layers):
+            hot.gather(layer)                                    # then attention over hot.caches[layer] at `rows`
+        hot.release(request)
+
+    Every tensor is allocated once and keeps its address, so a step can be captured into a CUDA graph: pass ``ids`` and
+    ``requests`` as tensors, fill them before each replay, and pad ``requests`` with -1. ``admit`` and ``release``
+    write state on the current stream and stay outside the graph.
+
+    Attributes:
+        layers: layers of the group.
+        caches: ``[layers, blocks, BS, width]`` on the device, the hot rows; ``caches[i]`` is what layer i's attention
+            reads.
+        block_table: int32 ``[max_requests, ceil(H / BS)]``, the hot pages of each request.
+        device_global_indices, lru_slots: the state, int32 and int16 ``[max_requests, H]``.
+        states: int32 ``[max_requests]``, the state row of an admitted request, -1 for a free one.
+        hot_indices, attention_indices, miss_mask, resolved_global_indices, swap_host_physical_rows,
+            swap_device_physical_rows: int32 ``[max_rows, K]``, results of the last step (attention_indices is None
+                without
+            ``attention_block_stride``).
+        valid_counts, swap_counts: int32 ``[max_rows]``, likewise.
+    """
+
+    def __init__(
+        self,
+        host_pool: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        max_requests: int,
+        top_k: int,
+        hot_slots: int,
+        max_rows: int | None = None,
+        block_size: int = 64,
+        attention_block_stride: int | None = None,
+        device: str | torch.device = "cuda",
+    ) -> None:
+        """Allocate for ``max_requests`` requests.
+
+        Args:
+            host_pool: ``[layers, host_rows, width]``, or one ``[host_rows, width]`` per layer, on the CPU, each layer
+                contiguous; pinned where ``device`` is a GPU. Host row g holds id g.
+            max_requests: requests that can be admitted at once.
+            top_k: K, ids per launch row.
+            hot_slots: H, hot rows per request, K <= H <= 32,768.
+            max_rows: launch rows of a step at the most; None: ``max_requests``.
+            block_size: BS, rows per hot page.
+            attention_block_stride: also write attention indices, for pages so many rows apart.
+            device: where the hot rows are, a CUDA device or "cpu".
+
+        Raises:
+            ValueError: a size that does not fit.
+        """
+        pools = [host_pool] if isinstance(host_pool, torch.Tensor) and host_pool.dim() == 2 else list(host_pool)
+        shapes = {tuple(pool.shape) for pool in pools}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"host_pool: expected layers of one shape [host_rows, width], got shapes {sorted(shapes)}")
+        for name, value in (("max_requests", max_requests), ("top_k", top_k), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not top_k <= hot_slots <= 32768:
+            raise ValueError(f"hot_slots: expected top_k <= hot_slots <= 32768 with top_k={top_k}, got {hot_slots}")
+        self.device = torch.device(device)
+        self.layers = len(pools)
+        self.top_k = top_k
+        self.hot_slots = hot_slots
+        self.block_size = block_size
+        self.max_requests = max_requests
+        self.max_rows = max_requests if max_rows is None else max_rows
+        self.attention_block_stride = attention_block_stride
+        self._pools = pools
+
+        pages = -(-hot_slots // block_size)
+        width = pools[0].shape[1]
+        self.caches = torch.zeros(
+            (self.layers, max_requests * pages, block_size, width), dtype=pools[0].dtype, device=self.device
+        )
+        self.block_table = self._int32(torch.arange(max_requests * pages).view(max_requests, pages))
+        self.states = self._int32(torch.full((max_requests,), -1))
+        self.device_global_indices = self._int32(torch.full((max_requests, hot_slots), -1))
+        self._fresh_lru = torch.arange(hot_slots, dtype=torch.int16, device=self.device)
+        self.lru_slots = self._fresh_lru.repeat(max_requests, 1)
+        self._stats = torch.zeros(2, dtype=torch.int64, device=self.device)
+
+        shape = (self.max_rows, top_k)
+        self.hot_indices = self._int32(torch.full(shape, -1))
+        self.attention_indices = None if attention_block_stride is None else self._int32(torch.full(shape, -1))
+        self.miss_mask = self._int32(torch.zeros(shape))
+        self.resolved_global_indices = self._int32(torch.full(shape, -1))
+        self.swap_host_physical_rows = self._int32(torch.full(shape, -1))
+        self.swap_device_physical_rows = self._int32(torch.full(shape, -1))
+        self.valid_counts = self._int32(torch.zeros(self.max_rows))
+        self.swap_counts = self._int32(torch.zeros(self.max_rows))
+        # The tables of a step's rows, where rows are not simply requests 0, 1, 2, ...
+        self._row_states = self._int32(torch.full((self.max_rows,), -1))
+        self._row_tables = self._int32(torch.zeros((self.max_rows, pages)))
+        self._rows = 0
+        self._free = list(range(max_requests - 1, -1, -1))
+
+    def _int32(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(device=self.device, dtype=torch.int32)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def admit(self) -> int:
+        """Give a new request an empty hot buffer.
+
+        Returns:
+            Its number, for ``requests`` of the other methods, free for another one after :meth:`release`.
+
+        Raises:
+            RuntimeError: ``max_requests`` requests are admitted.
+        """
+        if not self._free:
+            raise RuntimeError(f"all {self.max_requests} requests of this hot buffer are admitted; release one first")
+        request = self._free.pop()
+        self.device_global_indices[request].fill_(-1)
+        self.lru_slots[request].copy_(self._fresh_lru)
+        self.states[request].fill_(request)
+        return request
+
+    def release(self, request: int) -> None:
+        """Take the hot buffer of a finished request back. Its rows in a later step are padding.
+
+        Raises:
+            ValueError: it is not admitted.
+        """
+        if not 0 <= request < self.max_requests or request in self._free:
+            raise ValueError(f"request: expected an admitted request, got {request}")
+        self.states[request].fill_(-1)
+        self._free.append(request)
+
+    @property
+    def admitted(self) -> int:
+        """How many requests are admitted."""
+        return self.max_requests - len(self._free)
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def resolve(
+        self,
+        ids: torch.Tensor,
+        requests: torch.Tensor | Sequence[int] | None = None,
+        *,
+        source_block_table: torch.Tensor | None = None,
+        source_block_size: int = 0,
+        max_union_rows: int | None = None,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        """Find or place every id of a step; :meth:`gather` makes the copies.
+
+        Args:
+            ids: int32 ``[R, K]`` on the device: host rows, or positions where ``source_block_table`` is given; -1:
+                none.
+            requests: the request of each row, int32 ``[R]`` on the device or a sequence of ints; -1: padding. None:
+                row r is request r. A request may have several rows only under ``max_union_rows``.
+            source_block_table: int32 ``[max_requests, pages]``, the host page of every ``source_block_size``
+                positions of a request; pages <= 0: none.
+            source_block_size: positions per page.
+            max_union_rows: adjacent rows of one request, up to so many, are one set; needs ``source_block_table``.
+            layer: also copy for this layer in the same launch; :meth:`gather` serves the others.
+
+        Returns:
+            int32 ``[R, K]``: the row of every column in ``caches[i].view(-1, width)``, or -1. It is part of
+            ``hot_indices`` and valid until the next step.
+
+        Raises:
+            ValueError: more rows than ``max_rows``, an unknown request in a sequence, and what
+                :func:`hotplan.hisparse.resolve_residency` raises.
+        """
+        rows = ids.shape[0]
+        if rows > self.max_rows:
+            raise ValueError(f"ids: expected at most max_rows={self.max_rows} rows, got {rows}")
+        requests = self._requests(requests, rows)
+        options = {
+            "miss_mask": self.miss_mask[:rows],
+            "stats": self._stats,
+            "resolved_global_indices": self.resolved_global_indices[:rows],
+            "valid_counts": self.valid_counts[:rows],
+            "swap_host_physical_rows": self.swap_host_physical_rows[:rows],
+            "swap_device_physical_rows": self.swap_device_physical_rows[:rows],
+            "swap_counts": self.swap_counts[:rows],
+        }
+        if self.attention_indices is not None:
+            options["attention_indices"] = self.attention_indices[:rows]
+            options["attention_block_stride"] = self.attention_block_stride
+        table, states = self.block_table, self.states
+        if source_block_table is not None:
+            if requests is None:
+                requests = torch.arange(rows, dtype=torch.int32, device=self.device)
+            options |= {
+                "request_ids": requests,
+                "source_block_table": source_block_table,
+                "source_block_size": source_block_size,
+                "max_union_rows": max_union_rows,
+            }
+        elif max_union_rows is not None:
+            raise ValueError("source_block_table: expected a tensor, because max_union_rows is given, got None")
+        elif requests is not None:
+            table, states = self._row_tables[:rows], self._row_states[:rows]
+            known = requests.clamp(0, self.max_requests - 1)
+            torch.index_select(self.block_table, 0, known, out=table)
+            torch.index_select(self.states, 0, known, out=states)
+            states.masked_fill_(requests != known, -1)
+        operator = hisparse.resolve_residency if layer is None else hisparse.swap_in
+        which = 0 if layer is None else layer
+        hot_indices = self.hot_indices[:rows]
+        operator(
+            self._pools[which], self.caches[which], table, ids, hot_indices,
+            self.device_global_indices, self.lru_slots, request_state_indices=states, **options,
+        )  # fmt: skip
+        self._rows = rows
+        return hot_indices
+
+    def gather(self, layer: int = 0) -> torch.Tensor:
+        """Copy what the last step misses into ``caches[layer]``, and return that."""
+        cache, rows = self.caches[layer], self._rows
+        hisparse.gather_compact(
+            self._pools[layer],
+            cache,
+            self.swap_host_physical_rows[:rows],
+            self.swap_device_physical_rows[:rows],
+            self.swap_counts[:rows],
+        )
+        return cache
+
+    def invalidate(self, requests: torch.Tensor | Sequence[int], host_rows: torch.Tensor | Sequence[int]) -> None:
+        """Forget the hot copies of host rows that were rewritten: ``host_rows[t]``, by request ``requests[t]``.
+
+        Args:
+            requests: int32 ``[T]`` on the device, or a sequence of ints.
+            host_rows: int64 ``[T]`` on the device, or a sequence of ints; negative: skipped.
+
+        Raises:
+            ValueError: lengths differ.
+        """
+        if not isinstance(host_rows, torch.Tensor):
+            host_rows = torch.tensor(list(host_rows), dtype=torch.int64).to(self.device)
+        if not isinstance(requests, torch.Tensor):
+            requests = self._int32(torch.tensor(list(requests), dtype=torch.int32))
+        hisparse.invalidate_written_slots(self.device_global_indices, self.states, requests, host_rows)
+
+    def _requests(self, requests: torch.Tensor | Sequence[int] | None, rows: int) -> torch.Tensor | None:
+        if requests is None:
+            if rows > self.max_requests:
+                raise ValueError(f"requests: expected one per row, because there are {rows} rows, got None")
+            return None
+        if not isinstance(requests, torch.Tensor):
+            for request in requests:
+                if not -1 <= request < self.max_requests:
+                    raise ValueError(f"requests: expected numbers in [-1, {self.max_requests - 1}], got {request}")
+            requests = self._int32(torch.tensor(list(requests), dtype=torch.int32))
+        if tuple(requests.shape) != (rows,):
+            raise ValueError(f"requests: expected shape ({rows},), got {tuple(requests.shape)}")
+        return requests
+
+    # ------------------------------------------------------------------------------------------------ statistics
+
+    def stats(self) -> HitStats:
+        """Hits and misses of all steps since the last reset. Waits for the device."""
+        hits, misses = self._stats.tolist()
+        return HitStats(hits, misses)
+
+    def reset_stats(self) -> None:
+        """Count from zero again."""
+        self._stats.zero_()
