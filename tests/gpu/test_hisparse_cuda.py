@@ -468,12 +468,11 @@ def test_side_stream() -> None:
     stream = torch.cuda.Stream()
     busy = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     theirs, ours = Bench(case), Bench(case, device="cuda")
-    arguments = list(ours.arguments(np.full((4, 256), -1)))
-    torch.cuda.synchronize()
     for ids in random_steps(case, 1, 4, spread=0.5):
         theirs.resolve(reference, ids, "swap_in")
         true_ids = torch.from_numpy(ids).cuda()
-        arguments[3].fill_(-1)
+        ours.poison()
+        arguments = list(ours.arguments(np.full((4, 256), -1)))
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(20):
