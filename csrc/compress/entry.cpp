@@ -15,6 +15,7 @@ using host::kAnySize;
 using host::panic;
 using host::RuntimeCheck;
 using host::SymbolicDevice;
+using host::SymbolicDType;
 using host::SymbolicSize;
 using host::TensorMatcher;
 using host::ffi::Arguments;
@@ -500,11 +501,9 @@ Results online_verify(Arguments& args) {
   args.done();
 
   if (active.has_value()) {
-    params.active = TensorMatcher({1})
-                        .with_dtype<int32_t, int64_t>()
-                        .with_device(batch.device)
-                        .verify(*active, "active_batch_size");
-    params.active_is_int64 = active->dtype().bits == 64;
+    auto dtype = SymbolicDType::of<int32_t, int64_t>();
+    params.active = TensorMatcher({1}).with_dtype(dtype).with_device(batch.device).verify(*active, "active_batch_size");
+    params.active_is_int64 = dtype.is<int64_t>();
   } else {
     RuntimeCheck(
         params.active_value >= 0 && params.active_value <= params.batch,

@@ -315,8 +315,9 @@ struct ResolveCall : Call {
 
   void take_stats(Arguments& args) {
     if (const OptionalTensor t = args.optional_tensor("stats")) {
-      params.stats = static_cast<uint64_t*>(
-          TensorMatcher({2}).with_dtype<int64_t, uint64_t>().with_device(device).verify(*t, "stats"));
+      auto counter = host::SymbolicDType::of<int64_t, uint64_t>();
+      params.stats =
+          static_cast<uint64_t*>(TensorMatcher({2}).with_dtype(counter).with_device(device).verify(*t, "stats"));
     }
   }
 

@@ -73,6 +73,44 @@ class SymbolicSize {
   int64_t value_ = -1;
 };
 
+/// A dtype that is bound by the first tensor that has it, among those named at construction.
+class SymbolicDType {
+ public:
+  template <typename... Ts>
+  static SymbolicDType of() {
+    static_assert(sizeof...(Ts) >= 1 && sizeof...(Ts) <= kMaxOptions);
+    SymbolicDType symbol;
+    ((symbol.options_[symbol.num_options_++] = dtype_of<Ts>()), ...);
+    return symbol;
+  }
+
+  bool match(DLDataType t) {
+    if (bound_) return same_dtype(t, value_);
+    for (int i = 0; i < num_options_ && !bound_; ++i) bound_ = same_dtype(t, options_[i]);
+    if (bound_) value_ = t;
+    return bound_;
+  }
+  template <typename T>
+  bool is() const {
+    return bound_ && same_dtype(value_, dtype_of<T>());
+  }
+  std::string text() const {
+    if (bound_) return dtype_name(value_);
+    std::string text;
+    for (int i = 0; i < num_options_; ++i) text += (i ? " or " : "") + dtype_name(options_[i]);
+    return text;
+  }
+
+ private:
+  static constexpr int kMaxOptions = 2;
+  SymbolicDType() = default;
+
+  std::array<DLDataType, kMaxOptions> options_{};
+  int num_options_ = 0;
+  bool bound_ = false;
+  DLDataType value_{};
+};
+
 /// A device that is bound by the first tensor that has it, among the kinds named at construction.
 class SymbolicDevice {
  public:
@@ -149,10 +187,15 @@ class TensorMatcher {
     return std::move(*this);
   }
 
-  template <typename... Ts>
+  template <typename T>
   TensorMatcher&& with_dtype() && {
-    static_assert(sizeof...(Ts) >= 1 && sizeof...(Ts) <= 2);
-    ((dtypes_[num_dtypes_++] = dtype_of<Ts>()), ...);
+    literal_dtype_ = dtype_of<T>();
+    has_dtype_ = true;
+    return std::move(*this);
+  }
+
+  TensorMatcher&& with_dtype(SymbolicDType& dtype) && {
+    dtype_ = &dtype;
     return std::move(*this);
   }
 
@@ -169,10 +212,10 @@ class TensorMatcher {
 
   /// Checks `t`, whose name in the Python function is `name`, and returns its data pointer.
   void* verify(const tvm::ffi::TensorView& t, const char* name) const {
-    bool dtype_ok = num_dtypes_ == 0;
-    for (int i = 0; i < num_dtypes_; ++i) dtype_ok |= same_dtype(t.dtype(), dtypes_[i]);
-    if (!dtype_ok) [[unlikely]]
-      panic("TypeError", name, ": expected dtype ", dtype_text(), ", got ", dtype_name(t.dtype()));
+    if (dtype_ && !dtype_->match(t.dtype())) [[unlikely]]
+      panic("TypeError", name, ": expected dtype ", dtype_->text(), ", got ", dtype_name(t.dtype()));
+    if (has_dtype_ && !same_dtype(t.dtype(), literal_dtype_)) [[unlikely]]
+      panic("TypeError", name, ": expected dtype ", dtype_name(literal_dtype_), ", got ", dtype_name(t.dtype()));
     RuntimeCheck(t.ndim() == ndim_, name, ": expected shape ", list_text(shape_), ", got ", shape_text(t.shape()));
     for (int i = 0; i < ndim_; ++i) {
       if (!shape_[i].match(t.size(i))) [[unlikely]]
@@ -212,18 +255,13 @@ class TensorMatcher {
     for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
     return text + "]";
   }
-  std::string dtype_text() const {
-    std::string text;
-    for (int i = 0; i < num_dtypes_; ++i) text += (i ? " or " : "") + dtype_name(dtypes_[i]);
-    return text;
-  }
-
   int ndim_;
   Sizes shape_;
   Sizes strides_;
   bool has_strides_ = false;
-  std::array<DLDataType, 2> dtypes_{};
-  int num_dtypes_ = 0;
+  SymbolicDType* dtype_ = nullptr;
+  DLDataType literal_dtype_{};
+  bool has_dtype_ = false;
   SymbolicDevice* device_ = nullptr;
   int64_t alignment_ = 1;
 };
