@@ -210,7 +210,6 @@ struct PlanSet {
   OptionalTensor outs[kMaxOutputs];  // compress and write of each plan; decode uses the first of each pair
 };
 
-/// compress_ratio, swa_page_size, ring_size, use_req_ring[, write_pad]
 PlanSpec take_paged_spec(Arguments& args, bool write_pad) {
   const int64_t ratio = args.integer("compress_ratio");
   const int64_t swa_page_size = args.integer("swa_page_size");
@@ -219,6 +218,26 @@ PlanSpec take_paged_spec(Arguments& args, bool write_pad) {
   const auto pad = write_pad ? args.optional_integer("write_pad") : std::nullopt;
   RuntimeCheck(!use_req_ring || ratio != 128, "use_req_ring: expected False for compress_ratio=", ratio, ", got True");
   return paged_spec(ratio, swa_page_size, ring_size, pad, use_req_ring);
+}
+
+/// What a function reads of its plan: compress_ratio, swa_page_size, ring_size, use_req_ring[, write_pad]; or
+/// compress_ratio; or state_slot_offset.
+using TakeSpec = PlanSpec (*)(Arguments&);
+
+PlanSpec take_padded(Arguments& args) {
+  return take_paged_spec(args, true);
+}
+
+PlanSpec take_paged(Arguments& args) {
+  return take_paged_spec(args, false);
+}
+
+PlanSpec take_legacy(Arguments& args) {
+  return legacy_spec(args.integer("compress_ratio"));
+}
+
+PlanSpec take_online(Arguments& args) {
+  return online_spec(args.integer("state_slot_offset"));
 }
 
 /// swa_page_size, use_req_ring, then ratio, ring_size[, write_pad] of each plan. use_req_ring is about ratio 4 alone.
@@ -340,17 +359,24 @@ Results prefill(Batch& batch, const PlanSet& plans, int64_t num_q_tokens, bool u
   return results_of(outputs, params.num_outputs);
 }
 
-/// hotplan.plan_compress_prefill
-Results paged_prefill(Arguments& args) {
+/// SGLang's functions have no outputs among their arguments, and a pinned buffer that is not needed here.
+enum class Caller { kHotplan, kSGLang };
+
+/// One plan: req_pool_indices, [tables,] lengths, [out | pin_buffer,] num_q_tokens, the plan's own, use_cuda_graph.
+Results prefill_one(Arguments& args, bool has_tables, TakeSpec take_spec, Caller caller = Caller::kHotplan) {
   Batch batch;
   PlanSet plans{.count = 1};
   batch.take_requests(args);
-  batch.take_tables(args);
+  if (has_tables) batch.take_tables(args);
   batch.take_prefill_lengths(args);
-  plans.outs[0] = args.optional_tensor("out.compress");
-  plans.outs[1] = args.optional_tensor("out.write");
+  if (caller == Caller::kSGLang) {
+    args.skip("pin_buffer");
+  } else {
+    plans.outs[0] = args.optional_tensor("out.compress");
+    plans.outs[1] = args.optional_tensor("out.write");
+  }
   const int64_t num_q_tokens = args.integer("num_q_tokens");
-  plans.specs[0] = take_paged_spec(args, /*write_pad=*/true);
+  plans.specs[0] = take_spec(args);
   const bool use_cuda_graph = args.boolean("use_cuda_graph");
   args.done();
   return prefill(batch, plans, num_q_tokens, use_cuda_graph);
@@ -371,34 +397,16 @@ Results paged_prefill_pair(Arguments& args) {
   return prefill(batch, plans, num_q_tokens, use_cuda_graph);
 }
 
-/// hotplan.plan_compress_prefill_legacy
-Results legacy_prefill(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_prefill_lengths(args);
-  plans.outs[0] = args.optional_tensor("out.compress");
-  plans.outs[1] = args.optional_tensor("out.write");
-  const int64_t num_q_tokens = args.integer("num_q_tokens");
-  plans.specs[0] = legacy_spec(args.integer("compress_ratio"));
-  const bool use_cuda_graph = args.boolean("use_cuda_graph");
-  args.done();
-  return prefill(batch, plans, num_q_tokens, use_cuda_graph);
+Results paged_prefill(Arguments& args) {
+  return prefill_one(args, true, take_padded);
 }
 
-/// hotplan.plan_online_prefill
+Results legacy_prefill(Arguments& args) {
+  return prefill_one(args, false, take_legacy);
+}
+
 Results online_prefill(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_prefill_lengths(args);
-  plans.outs[0] = args.optional_tensor("out.compress");
-  plans.outs[1] = args.optional_tensor("out.write");
-  const int64_t num_q_tokens = args.integer("num_q_tokens");
-  plans.specs[0] = online_spec(args.integer("state_slot_offset"));
-  const bool use_cuda_graph = args.boolean("use_cuda_graph");
-  args.done();
-  return prefill(batch, plans, num_q_tokens, use_cuda_graph);
+  return prefill_one(args, false, take_online);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -426,15 +434,15 @@ Results decode(Batch& batch, const PlanSet& plans) {
   return results_of(outputs, plans.count);
 }
 
-/// hotplan.plan_compress_decode
-Results paged_decode(Arguments& args) {
+/// One plan: req_pool_indices, [tables,] seq_lens, [out,] the plan's own.
+Results decode_one(Arguments& args, bool has_tables, TakeSpec take_spec, Caller caller = Caller::kHotplan) {
   Batch batch;
   PlanSet plans{.count = 1};
   batch.take_requests(args);
-  batch.take_tables(args);
+  if (has_tables) batch.take_tables(args);
   batch.take_decode_lengths(args);
-  plans.outs[0] = args.optional_tensor("out");
-  plans.specs[0] = take_paged_spec(args, /*write_pad=*/false);
+  if (caller == Caller::kHotplan) plans.outs[0] = args.optional_tensor("out");
+  plans.specs[0] = take_spec(args);
   args.done();
   return decode(batch, plans);
 }
@@ -453,28 +461,16 @@ Results paged_decode_pair(Arguments& args) {
   return decode(batch, plans);
 }
 
-/// hotplan.plan_compress_decode_legacy
-Results legacy_decode(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_decode_lengths(args);
-  plans.outs[0] = args.optional_tensor("out");
-  plans.specs[0] = legacy_spec(args.integer("compress_ratio"));
-  args.done();
-  return decode(batch, plans);
+Results paged_decode(Arguments& args) {
+  return decode_one(args, true, take_paged);
 }
 
-/// hotplan.plan_online_decode
+Results legacy_decode(Arguments& args) {
+  return decode_one(args, false, take_legacy);
+}
+
 Results online_decode(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_decode_lengths(args);
-  plans.outs[0] = args.optional_tensor("out");
-  plans.specs[0] = online_spec(args.integer("state_slot_offset"));
-  args.done();
-  return decode(batch, plans);
+  return decode_one(args, false, take_online);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -554,56 +550,23 @@ Results check_lengths(Arguments& args) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// SGLang's own names and positional order, so that the module object can stand where SGLang's does. Its functions have
-// no `out`, and a pin_buffer that is not needed here: lengths travel as kernel parameters.
+// SGLang's own names and positional order, so that the module object can stand where SGLang's does.
 // ---------------------------------------------------------------------------------------------------------------------
 
 Results sglang_prefill(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_tables(args);
-  batch.take_prefill_lengths(args);
-  args.skip("pin_buffer");
-  const int64_t num_q_tokens = args.integer("num_q_tokens");
-  plans.specs[0] = take_paged_spec(args, /*write_pad=*/false);
-  const bool use_cuda_graph = args.boolean("use_cuda_graph");
-  args.done();
-  return prefill(batch, plans, num_q_tokens, use_cuda_graph);
+  return prefill_one(args, true, take_paged, Caller::kSGLang);
 }
 
 Results sglang_decode(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_tables(args);
-  batch.take_decode_lengths(args);
-  plans.specs[0] = take_paged_spec(args, /*write_pad=*/false);
-  args.done();
-  return decode(batch, plans);
+  return decode_one(args, true, take_paged, Caller::kSGLang);
 }
 
 Results sglang_prefill_legacy(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_prefill_lengths(args);
-  args.skip("pin_buffer");
-  const int64_t num_q_tokens = args.integer("num_q_tokens");
-  plans.specs[0] = legacy_spec(args.integer("compress_ratio"));
-  const bool use_cuda_graph = args.boolean("use_cuda_graph");
-  args.done();
-  return prefill(batch, plans, num_q_tokens, use_cuda_graph);
+  return prefill_one(args, false, take_legacy, Caller::kSGLang);
 }
 
 Results sglang_decode_legacy(Arguments& args) {
-  Batch batch;
-  PlanSet plans{.count = 1};
-  batch.take_requests(args);
-  batch.take_decode_lengths(args);
-  plans.specs[0] = legacy_spec(args.integer("compress_ratio"));
-  args.done();
-  return decode(batch, plans);
+  return decode_one(args, false, take_legacy, Caller::kSGLang);
 }
 
 }  // namespace
