@@ -123,9 +123,9 @@ Route choose_route(const ResolveParams& p, bool copy, const Device& d) {
   const auto layout_of = [&](uint32_t table_factor, bool wide) {
     return resolve_layout(run_rows, top_k, p.hot_slots, pages, table_factor, wide);
   };
-  // A roomy table as long as two blocks fit on an SM (each takes 1 KB of its own), then a tight one.
+  // A roomy table where it fits, or a tight one.
   r.layout = layout_of(4, false);
-  if (r.layout.bytes > d.shared_bytes / 2 - 1024) r.layout = layout_of(2, false);
+  if (r.layout.bytes > d.shared_bytes) r.layout = layout_of(2, false);
   r.wide = r.layout.bytes > d.shared_bytes || run_rows * top_k > kMaxNarrowReferences;
   if (r.wide) {
     r.layout = layout_of(2, true);

@@ -6,7 +6,7 @@
 
 namespace hotplan::hisparse {
 
-inline constexpr uint32_t kResolveThreads = 512;
+inline constexpr uint32_t kResolveThreads = 1024;
 
 /// References of a run that 16-bit indices can count, with room for "none" and for a mark.
 inline constexpr uint32_t kMaxNarrowReferences = 32767;

@@ -71,8 +71,8 @@ struct Resolver {
   static constexpr Index kMissed = static_cast<Index>(Index{1} << (sizeof(Index) * 8 - 1));
 
   // What a thread has under way: columns whose tables it reads, and packs of dgi. The wide route is to be small.
-  static constexpr uint32_t kBatch = kWide ? 1 : 4;
-  static constexpr uint32_t kDgiPacks = kWide ? 1 : 3;
+  static constexpr uint32_t kBatch = kWide ? 1 : 2;
+  static constexpr uint32_t kDgiPacks = 1;
 
   __device__ __forceinline__ static uint32_t miss_of(Index at) {
     return at & static_cast<Index>(~kMissed);
@@ -507,7 +507,7 @@ struct Resolver {
 };
 
 template <bool kWide>
-__global__ void __launch_bounds__(kResolveThreads, kWide ? 1 : 2)
+__global__ void __launch_bounds__(kResolveThreads, 1)
     resolve_kernel(const __grid_constant__ ResolveParams params, const __grid_constant__ ResolveLaunch launch) {
   const uint32_t row = launch.first_row + (blockIdx.x >> launch.cluster_log2);
   const uint32_t rank = blockIdx.x & ((1u << launch.cluster_log2) - 1);
