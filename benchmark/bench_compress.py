@@ -271,16 +271,16 @@ class Bench:
                 stats = self._time(metric, ours, check_ours)
                 checked = "reference"
             except (AssertionError, RuntimeError, ValueError, TypeError) as error:
-                checked = f"WRONG: {_first_line(error)}"
+                checked = f"WRONG: {report.first_line(error)}"
         peer_stats = None
         if theirs is not None and self.peer is not None:
             try:
                 peer_stats = self._time(metric, theirs, check_theirs)
             except (RuntimeError, ValueError, TypeError) as error:
                 refused = "only support batch size" in str(error)
-                peer_note = "refused" if refused else f"error: {_first_line(error)}"
+                peer_note = "refused" if refused else f"error: {report.first_line(error)}"
             except AssertionError as error:
-                peer_note = f"differs: {_first_line(error)}"
+                peer_note = f"differs: {report.first_line(error)}"
         elif self.peer is None:
             peer_note = None
         row = report.make_row(
@@ -707,19 +707,6 @@ def _valid_rows(plan: torch.Tensor) -> torch.Tensor:
     return plan[plan.view(torch.int32)[:, 0] != -1]
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
-
-
-def _warm_clocks(device: torch.device, seconds: float = 0.3) -> None:
-    a = torch.rand((4096, 4096), device=device)
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        a @ a
-        torch.cuda.synchronize()
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -779,7 +766,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peer = find_peer(options)
     bench = Bench(device, peer, quick=options.quick)
     if bench.gpu:
-        _warm_clocks(device)
+        timing.warm_clocks(device)
     for name in options.sections:
         SECTIONS[name](bench)
     seconds = time.perf_counter() - begin

@@ -13,6 +13,7 @@ row:
     ratio      ours / peer, below 1 is faster
     goal, met  the goal in the row's unit, and whether the median reaches it
     checked    what the result was compared with, or "WRONG: ..."
+    columns    what case and plans are called in the table, where these words do not fit
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ def is_wrong(row: Mapping[str, Any]) -> bool:
     return str(row.get("checked") or "").startswith("WRONG")
 
 
+def first_line(error: BaseException) -> str:
+    """An exception as a cell of a table."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
 def collect_meta(benchmark: str, *, device: str = "cuda", device_index: int = 0, **more: Any) -> Meta:
     """Where a run was made: GPU, driver, clocks as they are now, versions, commit, command line, date (UTC).
 
@@ -166,7 +173,7 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[str], list
     result = []
     for title, members in sections.items():
         metrics = list(dict.fromkeys(row["metric"] for row in members))
-        header = ["case", "plans"]
+        header = list(members[0].get("columns") or ("case", "plans"))
         shown: dict[str, list[str]] = {}
         for metric in metrics:
             of_metric = [row for row in members if row["metric"] == metric]

@@ -1,6 +1,6 @@
 """Timing for the benchmarks: GPU time by graph replay, host time by a clock around back-to-back calls.
 
-Everything here is in microseconds per call and nothing is ever subtracted.
+Everything here is in microseconds per call and nothing is subtracted here.
 """
 
 from __future__ import annotations
@@ -80,11 +80,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def spoil(results: Any) -> None:
+    """Overwrite every tensor of the results, so that what a later check finds was written after this."""
+    for tensor in tensors_in(results):
+        tensor.view(torch.uint8).fill_(0xA5)
+
+
 def graph_time(
     fns: Call | Sequence[Call],
     replays: int = 21,
     *,
     calls: int | None = None,
+    prepare: Call | None = None,
     check: Check | None = None,
 ) -> Stats:
     """GPU time per call, by replaying one CUDA graph that holds many calls.
@@ -97,6 +104,7 @@ def graph_time(
 
     The results of the first rotation are overwritten with 0xA5 before the first replay and given to ``check``
     as ``check(index, result)`` after the last one, so what is checked is what the timed replays produced.
+    ``prepare`` runs just before that overwriting: it can spoil what a call writes but does not return.
     Raises whatever a call raises, before anything is captured.
     """
     rotation = [fns] if callable(fns) else list(fns)
@@ -122,9 +130,9 @@ def graph_time(
         for index in range(calls):
             results.append(rotation[index % len(rotation)]())
     checked = min(len(rotation), calls)
-    for result in results[:checked]:
-        for tensor in tensors_in(result):
-            tensor.view(torch.uint8).fill_(0xA5)
+    if prepare is not None:
+        prepare()
+    spoil(results[:checked])
     torch.cuda.synchronize()
 
     deadline = time.perf_counter() + _WARM_UP_S
@@ -195,3 +203,12 @@ def wall_time(
         if was_enabled:
             gc.enable()
     return Stats.of(samples, calls)
+
+
+def warm_clocks(device: torch.device, seconds: float = 0.3) -> None:
+    """Keep a GPU busy until its clocks are up."""
+    a = torch.rand((4096, 4096), device=device)
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        a @ a
+        torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bench_compress
+import bench_hisparse
 import hotplan
 import peers
 import report
@@ -146,6 +147,10 @@ def test_sglang_is_found_without_importing_it(tmp_path, monkeypatch):
     for given in (root, root / "sglang", root / "sglang/kernels/jit"):
         assert peers.sglang_root(given) == root
     assert peers.sglang_version(root).startswith("9.9.9 (c_plan.cuh ")
+    other = root / "sglang/kernels/jit/csrc" / peers.HISPARSE_HEADER
+    other.parent.mkdir(parents=True)
+    other.write_text("// stands for another header")
+    assert peers.sglang_version(root, peers.HISPARSE_HEADER).startswith("9.9.9 (hisparse.cuh ")
     monkeypatch.setenv(peers.ENV_SGLANG, str(root))
     assert peers.sglang_root() == root
     monkeypatch.delenv(peers.ENV_SGLANG)
@@ -164,3 +169,127 @@ def test_peer_rows_are_compared_in_any_order_but_all_of_them():
         bench_compress._same_rows([doubled], [plan], "set 0")
     with pytest.raises(AssertionError, match="shapes"):
         bench_compress._same_rows([plan[:3]], [plan], "set 0")
+
+
+# ------------------------------------------------------------------------------------------------------------- HiSparse
+
+
+def test_hisparse_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
+    out = tmp_path / "run.jsonl"
+    command = [sys.executable, str(BENCHMARK / "bench_hisparse.py"), "--device=cpu", "--quick", f"--out={out}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    meta, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (meta["benchmark"], meta["peer"], meta["top_k"]) == ("bench_hisparse", None, 2048)
+    assert str(tmp_path) not in out.read_text(), "a machine's paths do not belong into saved results"
+    by_key = {(r["case"], r["plans"], r["metric"]): r for r in rows if r["section"].startswith("576-byte rows")}
+    metrics = ("swap_in", "resolve", "resolve + gather_compact", "bytes at the ceiling")
+    assert set(by_key) == {
+        *((case, "host rows", metric) for case in ("1, 2 %", "1, 100 %") for metric in metrics),
+        *(("1, 2 %", "positions and pages", metric) for metric in metrics[:2]),
+    }
+    for (_, _, metric), row in by_key.items():
+        if metric != "bytes at the ceiling":
+            assert row["checked"] == ("reference" if metric == "resolve" else "reference, bytes")
+            assert row["reset_us"] > 0
+            assert row["ours"]["median"] > 0
+    rate = meta["gather_gb_per_s"]["576"]
+    bytes_us = by_key["1, 100 %", "host rows", "bytes at the ceiling"]["ours"]["median"]
+    assert bytes_us == pytest.approx(2048 * 576 / rate / 1e3, rel=0.01)
+    clustered = [r for r in rows if r["plans"] == "multiples of 4096"]
+    assert [r["checked"] for r in clustered] == ["reference", "reference"]
+
+    shown = subprocess.run(
+        [sys.executable, str(BENCHMARK / "report.py"), str(out)], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "| requests, misses | ids |" in shown.stdout
+    assert "### Subtracted: the reset of the state" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("operator", "fault", "message"),
+    [
+        ("swap_in", lambda a: a[1].view(-1)[a[4][0, 7] * 576 + 13 :][:1].bitwise_xor_(1), "entry 7: hot row"),
+        ("swap_in", lambda a: a[6][0, :2].copy_(a[6][0, :2].flip(0)), "lru[0, 0]"),
+        ("resolve_residency", lambda a: a[4][0, 3:4].fill_(-1), "hot[0, 3]"),
+    ],
+)
+def test_hisparse_wrong_result_fails_the_run(monkeypatch, capsys, tmp_path, operator, fault, message):
+    monkeypatch.delenv("HOTPLAN_CHECK", raising=False)
+    right = getattr(bench_hisparse.hisparse, operator)
+
+    def wrong(*args, **kwargs):
+        right(*args, **kwargs)
+        fault(args)
+
+    monkeypatch.setattr(bench_hisparse.hisparse, operator, wrong)
+    out = tmp_path / "run.jsonl"
+    arguments = ["--device=cpu", "--quick", "--sections=table", f"--out={out}"]
+    assert bench_hisparse.main(arguments) == 1
+    _, rows = report.read_results(out)
+    metric = "swap_in" if operator == "swap_in" else "resolve"
+    measured = [row for row in rows if row["metric"] == metric]
+    assert [row["checked"].startswith("WRONG") for row in measured] == [True] * 3
+    assert message in measured[0]["checked"]
+    assert all(not report.is_wrong(row) for row in rows if not row["metric"].startswith(metric))
+    assert "WRONG" in capsys.readouterr().err
+
+
+def test_hisparse_a_copy_that_does_not_happen_is_found(monkeypatch):
+    """The missing rows are overwritten after the calls that warm up, so their bytes do not pass for new ones."""
+    pool = bench_hisparse.Pool(1 << 25, pinned=False)
+    bench = bench_hisparse.Bench(torch.device("cpu"), pool, None, row_bytes=[576], quick=True)
+    case = bench_hisparse.Case(1, 10)
+    timed = bench.swap_in(case, 576)
+    timed.spoil(0)
+    timed.calls[0]()
+    timed.check(0, {"hot": bench.steps(case)[0].hot})
+    timed.spoil(0)
+    monkeypatch.setattr(bench_hisparse.hisparse, "swap_in", bench_hisparse.hisparse.resolve_residency)
+    timed.calls[0]()
+    with pytest.raises(AssertionError, match="does not hold host row"):
+        timed.check(0, {"hot": bench.steps(case)[0].hot})
+
+
+def test_hisparse_inputs_of_both_sides_name_the_same_rows():
+    case = bench_hisparse.Case(3, 10)
+    requests = bench_hisparse.random_requests(case, 64 * 300, 0, torch.device("cpu"))
+    step = bench_hisparse.Step(requests, case.misses, 0)
+    for ids, cached, missing in zip(step.ids.tolist(), requests.cached.tolist(), step.missing, strict=True):
+        assert len(set(ids)) == len(ids) == 2048
+        assert 64 <= min(ids) <= max(ids) < 64 * 300
+        assert [i not in set(cached) for i in ids] == missing.tolist()
+    assert step.missing.sum(dim=1).tolist() == [205] * 3
+    theirs = requests.theirs
+    assert torch.equal(theirs.host_locs.gather(1, step.positions.long()).int(), step.ids)
+    held = theirs.tokens[:, : requests.hot_slots].long()
+    assert torch.equal(theirs.host_locs.gather(1, held).int(), requests.dgi)
+    assert torch.equal(theirs.lru, requests.lru)
+    assert sorted(theirs.device_locs.flatten().tolist()) == list(range(3 * (4096 + 64)))
+    requests.dgi.fill_(-7)
+    requests.lru.fill_(-7)
+    requests.state.reset()
+    assert torch.equal(requests.dgi, requests.cached)
+    assert torch.equal(requests.lru, requests.order)
+
+
+def test_hisparse_subtraction_and_goals_of_other_row_sizes():
+    stats = timing.Stats.of([7.0, 9.0, 8.0], 10)
+    left = bench_hisparse.without(stats, 2.5)
+    assert (left.median, left.min, left.max, left.calls) == (5.5, 4.5, 6.5, 10)
+    with pytest.raises(AssertionError, match="without the call"):
+        bench_hisparse.without(stats, 8.0)
+    case = bench_hisparse.Case(1, 100, 35)
+    assert bench_hisparse.scaled_goal(35, case, 576, None) == 35
+    assert bench_hisparse.scaled_goal(35, case, 1152, None) is None
+    # 35 - 24.2 us of 576-byte rows + 46.4 us of 1152-byte rows
+    assert bench_hisparse.scaled_goal(35, case, 1152, 50.9) == 57.1
+    assert [c.goal for c in bench_hisparse.CASES if c.percent == 0] == [5, 7]
+
+
+@pytest.mark.parametrize("arguments", [["--row-bytes=600"], ["--row-bytes=a"], ["--sections=none"], ["--pool-gib=0.1"]])
+def test_hisparse_arguments_are_checked(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench_hisparse.parse(arguments)
+    assert arguments[0].partition("=")[0] in capsys.readouterr().err
