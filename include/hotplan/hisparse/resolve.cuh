@@ -159,19 +159,19 @@ struct Resolver {
     }
   }
 
-  /// Outputs that follow from the location alone. A pending column gets its hot row later.
-  __device__ __forceinline__ void write_located(uint32_t i, uint32_t c, const Location& at) const {
-    const int64_t q = base + i * p.top_k.divisor + c;
-    if (p.resolved) p.resolved[q] = at.id;
-    if (!at.pending()) write_column(i, c, at.resident, false);
+  /// Outputs that follow from the location alone. A pending column gets its hot row later. `q` is the reference.
+  __device__ __forceinline__ void write_located(uint32_t q, const Location& at) const {
+    if (p.resolved) p.resolved[base + q] = at.id;
+    if (!at.pending()) write_column(q, at.resident, false);
   }
 
-  __device__ __forceinline__ void write_column(uint32_t i, uint32_t c, int32_t where, bool loads) const {
-    const int64_t q = base + i * p.top_k.divisor + c;
-    p.hot[q] = where;
-    if (p.mask) p.mask[q] = loads;
+  __device__ __forceinline__ void write_column(uint32_t q, int32_t where, bool loads) const {
+    p.hot[base + q] = where;
+    if (p.mask) p.mask[base + q] = loads;
     if (p.attention) {
-      p.attention[(row + i) * p.attention_stride + c] = attention_index(p.caches, p.attention_block_stride, where);
+      const uint32_t i = run.rows == 1 ? 0 : p.top_k.div(q);
+      const int64_t to = (row + i) * p.attention_stride + (q - i * p.top_k.divisor);
+      p.attention[to] = attention_index(p.caches, p.attention_block_stride, where);
     }
   }
 
@@ -182,6 +182,8 @@ struct Resolver {
     bool duplicate = false;
     uint32_t i = 0;
     uint32_t column = 0;
+    // Without tables and outputs of its own, a column is its token: half the instructions of this step.
+    const bool plain = !p.tables.source.data && !p.tables.resident.data && !p.resolved && !p.valid;
 #pragma unroll 1
     for (uint32_t batch = 0; i < run.rows; ++batch) {
       int32_t current[kBatch];
@@ -189,7 +191,7 @@ struct Resolver {
 #pragma unroll
       for (uint32_t j = 0; j < kBatch; ++j) {
         current[j] = token[j];
-        where[j] = look_up(p, run.request, current[j]);
+        if (!plain) where[j] = look_up(p, run.request, current[j]);
       }
       const uint32_t this_row = i;
       const uint32_t this_column = column;
@@ -205,14 +207,22 @@ struct Resolver {
 #pragma unroll
       for (uint32_t j = 0; j < kBatch; ++j) {
         const uint32_t c = this_column + j * kThreads + threadIdx.x;
-        const Location at = locate(p, current[j], where[j]);
-        id[j] = at.pending() ? at.id : -1;
-        if (c < top_k) {
-          ids[this_row * top_k + c] = id[j];
-          if (mine(batch * kBatch + j)) write_located(this_row, c, at);
+        if (plain) {
+          id[j] = static_cast<uint32_t>(current[j]) < p.tables.id_limit ? current[j] : -1;
+          if (c < top_k) {
+            ids[this_row * top_k + c] = id[j];
+            if (id[j] < 0 && mine(batch * kBatch + j)) write_column(this_row * top_k + c, -1, false);
+          }
+        } else {
+          const Location at = locate(p, current[j], where[j]);
+          id[j] = at.pending() ? at.id : -1;
+          if (c < top_k) {
+            ids[this_row * top_k + c] = id[j];
+            if (mine(batch * kBatch + j)) write_located(this_row * top_k + c, at);
+          }
+          count += at.valid();
         }
         pending |= id[j] >= 0;
-        count += at.valid();
       }
       duplicate |= set.insert(id, this_row * top_k + this_column + threadIdx.x, kThreads);
       if (p.valid) {
@@ -382,8 +392,7 @@ struct Resolver {
           }
           if (p.plan) p.plan[m] = SwapRow{id[j], where[j], q};
         }
-        const uint32_t i = run.rows == 1 ? 0 : p.top_k.div(q);
-        write_column(i, q - i * p.top_k.divisor, where[j], missed && where[j] >= 0);
+        write_column(q, where[j], missed && where[j] >= 0);
       }
     }
   }
@@ -498,7 +507,7 @@ struct Resolver {
   __device__ __forceinline__ void write_padding() const {
 #pragma unroll 1
     for (uint32_t c = rank * kThreads + threadIdx.x; c < p.top_k.divisor; c += kThreads * blocks()) {
-      write_located(0, c, Location{-1, -1});
+      write_located(c, Location{-1, -1});
     }
     if (threadIdx.x == 0) valid[0] = 0;
     __syncthreads();

@@ -134,19 +134,16 @@ HOTPLAN_HD RowCopy copy_at(const GatherParams& p, int64_t index) {
 // Hash
 // ---------------------------------------------------------------------------------------------------------------------
 
-/// Every bit of an id reaches the high bits, so ids that share their low ones do not meet (two rounds of multiply and
-/// xor-shift with the constants of Wellons' lowbias32).
-HOTPLAN_HD uint32_t mix_id(uint32_t id) {
-  id ^= id >> 16;
-  id *= 0x7FEB352Du;
-  id ^= id >> 15;
-  id *= 0x846CA68Bu;
-  return id ^ (id >> 16);
-}
-
-/// Where the search for an id begins in a table of `size` entries, which need not be a power of two.
+/// Where the search for an id begins in a table of `size` entries, which need not be a power of two: the id times 2^32
+/// over the golden ratio, of which the high bits count. Every bit of an id reaches them, and ids at equal distances,
+/// which share their low bits, are spread as evenly as can be (Knuth, volume 3, section 6.4).
 HOTPLAN_HD uint32_t home_of(int32_t id, uint32_t size) {
-  return static_cast<uint32_t>((static_cast<uint64_t>(mix_id(static_cast<uint32_t>(id))) * size) >> 32);
+  const uint32_t mixed = static_cast<uint32_t>(id) * 0x9E3779B1u;
+#ifdef __CUDA_ARCH__
+  return __umulhi(mixed, size);
+#else
+  return static_cast<uint32_t>((static_cast<uint64_t>(mixed) * size) >> 32);
+#endif
 }
 
 }  // namespace hotplan::hisparse
