@@ -50,8 +50,7 @@ class HotBuffer:
         states: int32 ``[max_requests]``, the state row of an admitted request, -1 for a free one.
         hot_indices, attention_indices, miss_mask, resolved_global_indices, swap_host_physical_rows,
             swap_device_physical_rows: int32 ``[max_rows, K]``, results of the last step (attention_indices is None
-                without
-            ``attention_block_stride``).
+            without ``attention_block_stride``).
         valid_counts, swap_counts: int32 ``[max_rows]``, likewise.
     """
 
