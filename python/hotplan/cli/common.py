@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,11 @@ def one_line_errors() -> Iterator[None]:
         raise click.ClickException(str(error) or type(error).__name__) from error
 
 
-def ready_device(wanted: str) -> str:
+def ready_device(wanted: str, families: Sequence[str] = ("compress",)) -> str:
     """Chooses the device, has its operators loaded or compiled, and says which one and why."""
     from hotplan.replay.device import choose_device
 
-    device, reason = choose_device(wanted)
+    device, reason = choose_device(wanted, families)
     click.echo(f"backend: {device} ({reason})", err=True)
     return device
 

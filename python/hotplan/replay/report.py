@@ -13,6 +13,9 @@ import torch
 from hotplan.replay.runner import ReplayResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.figure import FigureBase
     from rich.console import RenderableType
 
 KINDS = ("prefill", "mixed", "decode", "verify")
@@ -24,7 +27,8 @@ def _kinds(result: ReplayResult) -> list[str]:
     return [kind for kind in KINDS if kind in result.log.kind]
 
 
-def _times(values: np.ndarray) -> dict[str, float]:
+def percentiles(values: np.ndarray) -> dict[str, float]:
+    """p50, p99 and the maximum of at least one value."""
     p50, p99 = np.percentile(values, [50, 99])
     return {"p50": round(float(p50), 2), "p99": round(float(p99), 2), "max": round(float(values.max()), 2)}
 
@@ -47,8 +51,8 @@ def as_dict(result: ReplayResult, trace: str = "") -> dict[str, Any]:
             "requests": int(log.of(kind, "requests").sum()),
             "tokens": int(log.of(kind, "tokens").sum()),
             "plan_rows": int(log.of(kind, "rows").sum()),
-            "build_us": _times(log.of(kind, "call_us")),
-            "ready_us": _times(log.of(kind, "ready_us")),
+            "build_us": percentiles(log.of(kind, "call_us")),
+            "ready_us": percentiles(log.of(kind, "ready_us")),
         }
     return {
         "trace": trace,
@@ -108,7 +112,7 @@ def as_table(result: ReplayResult) -> RenderableType:
             f"{int(log.of(kind, 'rows').sum()):,}",
         ]
         for column in ("call_us", "ready_us")[: 1 + on_gpu]:
-            times = _times(log.of(kind, column))
+            times = percentiles(log.of(kind, column))
             cells += [f"{times['p50']:.1f} us", f"{times['p99']:.1f} us"]
         steps.add_row(*cells)
     steps.add_section()
@@ -157,15 +161,22 @@ def plot_problem(path: Path) -> str | None:
     return None
 
 
-def plot(result: ReplayResult, path: Path, title: str = "") -> None:
-    """Draws load over virtual time, slots over virtual time, and build times by kind of step. PNG, PDF or SVG."""
+def plot(result: ReplayResult, path: Path, title: str = "", beside: Callable[[FigureBase], None] | None = None) -> None:
+    """Draws load over virtual time, slots over virtual time, and build times by kind of step. PNG, PDF or SVG.
+
+    `beside` may draw more into a figure of the same size, to the right.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     log = result.log
-    figure = Figure(figsize=(10, 9), layout="constrained")
+    figure = Figure(figsize=(10 if beside is None else 20, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    load, memory, times = figure.subplots(3, 1)
+    left: FigureBase = figure
+    if beside is not None:
+        left, right = figure.subfigures(1, 2)
+        beside(right)
+    load, memory, times = left.subplots(3, 1)
     seconds = np.array(log.start_ms) / 1e3
     kinds = np.array(log.kind)
 
