@@ -24,6 +24,7 @@ import hotplan.reference
 import peers
 import report
 import timing
+from common_options import chosen_sections, parser_for
 
 PAGE = 256  # SWA page of the server
 RATIOS = (4, 128)
@@ -708,29 +709,9 @@ def _valid_rows(plan: torch.Tensor) -> torch.Tensor:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sections",
-        default=",".join(SECTIONS),
-        help="comma-separated, of: %(default)s",
-    )
-    parser.add_argument("--quick", action="store_true", help="small cases, few repeats: a smoke test, not a result")
-    parser.add_argument("--out", metavar="FILE", help="write JSON lines here (an existing file is replaced)")
-    parser.add_argument(
-        "--sglang",
-        metavar="PATH",
-        help=f"site-packages or unpacked wheel with SGLang in it; default ${peers.ENV_SGLANG}, then sys.path",
-    )
-    parser.add_argument("--no-peer", action="store_true", help="measure hotplan alone")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: host time of the CPU backend only"
-    )
-    parser.add_argument("--device-index", type=int, default=0, metavar="N")
+    parser = parser_for(__doc__, SECTIONS, tuple(SECTIONS))
     options = parser.parse_args(arguments)
-    options.sections = [name for name in options.sections.split(",") if name]
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--sections: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    options.sections = chosen_sections(parser, options.sections, SECTIONS)
     return options
 
 

@@ -23,6 +23,7 @@ import torch
 import peers
 import report
 import timing
+from common_options import chosen_sections, parser_for
 from hotplan import hisparse, jit
 from hotplan.reference import hisparse as reference
 
@@ -756,12 +757,7 @@ DEFAULT_SECTIONS = ("ceiling", "table", "clustered")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sections",
-        default=",".join(DEFAULT_SECTIONS),
-        help=f"comma-separated, of: {','.join(SECTIONS)} (default %(default)s)",
-    )
+    parser = parser_for(__doc__, SECTIONS, DEFAULT_SECTIONS)
     parser.add_argument("--sweep", action="store_true", help="the section sweep too: other batches and hot buffers")
     parser.add_argument(
         "--row-bytes",
@@ -770,25 +766,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"row sizes, multiples of 16 (default {','.join(map(str, ROW_BYTES))}; with --quick {ROW_BYTES[0]})",
     )
     parser.add_argument("--pool-gib", type=float, default=None, metavar="X", help="pinned host memory (default 4)")
-    parser.add_argument("--quick", action="store_true", help="few cases: a smoke test, not a result")
-    parser.add_argument("--out", metavar="FILE", help="write JSON lines here (an existing file is replaced)")
-    parser.add_argument(
-        "--sglang",
-        metavar="PATH",
-        help=f"site-packages or unpacked wheel with SGLang in it; default ${peers.ENV_SGLANG}, then sys.path",
-    )
-    parser.add_argument("--no-peer", action="store_true", help="measure hotplan alone")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: host time of the CPU backend only"
-    )
-    parser.add_argument("--device-index", type=int, default=0, metavar="N")
     options = parser.parse_args(arguments)
-    options.sections = [name for name in options.sections.split(",") if name]
+    options.sections = chosen_sections(parser, options.sections, SECTIONS)
     if options.sweep and "sweep" not in options.sections:
         options.sections.append("sweep")
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--sections: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     sizes = options.row_bytes or ",".join(map(str, ROW_BYTES[:1] if options.quick else ROW_BYTES))
     try:
         options.row_bytes = [int(size) for size in sizes.split(",")]

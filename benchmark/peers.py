@@ -205,7 +205,7 @@ def _build(
     runtime = directory / "libcudart.so"
     if not runtime.is_symlink():
         runtime.symlink_to(cuda.cudart)
-    search = os.pathsep.join([os.path.dirname(find_ninja()), os.environ.get("PATH", "")])
+    search = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(find_ninja())])
     begin = time.perf_counter()
     with _environment(CUDA_HOME=cuda.home, TVM_FFI_CUDA_ARCH_LIST=arch, PATH=search):
         built = tvm_ffi.cpp.build(

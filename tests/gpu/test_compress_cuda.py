@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +25,7 @@ from strategies import (
 )
 from strategies import empty as empty_lengths
 from test_compress import OPERATORS, assert_same, ours, poisoned, theirs
+from threads import run_in_threads
 
 import hotplan
 from hotplan import PrefillPlan, jit, reference
@@ -250,22 +250,13 @@ def test_many_threads_and_streams() -> None:
     expected = [theirs(case, "prefill", unchecked=True) for case in batches]
     gpu = [case.to("cuda") for case in batches]
     torch.cuda.synchronize()
-    failures: list[BaseException] = []
 
     def work(i: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(30):
-                    assert_same(on_cpu(ours(gpu[i], "prefill")), expected[i])
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                assert_same(on_cpu(ours(gpu[i], "prefill")), expected[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(gpu))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_in_threads(len(gpu), work)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +29,7 @@ from hisparse_cases import (
     worked_case,
 )
 from hypothesis import HealthCheck, given, settings
+from threads import run_in_threads
 
 from hotplan import hisparse, plans
 from hotplan.hot_buffer import HotBuffer
@@ -494,24 +494,15 @@ def test_many_threads_and_streams() -> None:
             bench.resolve(reference, step, "swap_in")
     ours = [Bench(case, device="cuda") for case in cases]
     torch.cuda.synchronize()
-    failures: list[BaseException] = []
 
     def work(i: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for step in steps[i]:
-                    ours[i].resolve(hisparse, step, "swap_in")
-                torch.cuda.current_stream().synchronize()
-                ours[i].assert_equal(theirs[i])
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for step in steps[i]:
+                ours[i].resolve(hisparse, step, "swap_in")
+            torch.cuda.current_stream().synchronize()
+            ours[i].assert_equal(theirs[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_in_threads(len(cases), work)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from strategies import (
     words,
 )
 from strategies import empty as empty_lengths
+from threads import run_in_threads
 
 import hotplan
 from hotplan import PrefillPlan, jit, reference
@@ -439,18 +439,9 @@ def test_check_lengths_is_the_cpu_rule() -> None:
 def test_many_threads() -> None:
     batches = [build_case(ragged(i, 50, 40), SERVER_GEOMETRIES[i % 6], seed=i) for i in range(8)]
     expected = [theirs(case, "prefill") for case in batches]
-    failures: list[BaseException] = []
 
     def work(i: int) -> None:
-        try:
-            for _ in range(50):
-                assert_same(ours(batches[i], "prefill"), expected[i])
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(50):
+            assert_same(ours(batches[i], "prefill"), expected[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_in_threads(8, work)

@@ -85,12 +85,11 @@ Copies
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hotplan.plans import SWAP_ROW, invalid_rows
+from hotplan.plans import SWAP_ROW, SwapPlan, invalid_rows
 from hotplan.reference._tensor_checks import (
     check_contiguous,
     check_device,
@@ -105,20 +104,6 @@ from hotplan.reference._tensor_checks import (
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_HOT_SLOTS = 32768
-
-
-class SwapPlan(NamedTuple):
-    """The copies of one step.
-
-    Attributes:
-        plan: uint8 [R, K, 16], rows of hotplan.plans.SWAP_ROW; (-1, -1, 0xFFFFFFFF) past the row's count.
-        counts: int32 [R], copies listed in each row.
-        hot_indices: int32 [R, K], the hot row of every column, or -1.
-    """
-
-    plan: torch.Tensor
-    counts: torch.Tensor
-    hot_indices: torch.Tensor
 
 
 # ----------------------------------------------------------------------------------------------------
