@@ -3,15 +3,16 @@
 ///
 /// The same file serves both backends: linked with cpu.cpp it takes CPU tensors, linked with launch.cu CUDA tensors.
 /// Argument names in messages are those of the Python functions in `hotplan/compress.py`.
-#include <sgl_kernel/ffi.h>
-#include <sgl_kernel/tensor.h>
-#include <sgl_kernel/utils.h>
+#include <sgl_kernel/checks.h>
 
 #include "launch.h"
 
 namespace hotplan::compress {
 
 using host::kAnySize;
+using host::kBackend;
+using host::kUInt8;
+using host::OptionalTensor;
 using host::panic;
 using host::RuntimeCheck;
 using host::SymbolicDevice;
@@ -22,12 +23,9 @@ using host::ffi::Arguments;
 using host::ffi::Results;
 using host::ffi::Tensor;
 using host::ffi::TensorView;
-using OptionalTensor = std::optional<TensorView>;
 
 namespace {
 
-constexpr DLDeviceType kBackend = HOTPLAN_BACKEND_CUDA ? kDLCUDA : kDLCPU;
-constexpr DLDataType kUInt8 = {kDLUInt, 8, 1};
 constexpr int64_t kMaxRing = int64_t{1} << 30;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -196,12 +194,11 @@ void check_batch(uint32_t batch) {
 
 Queue queue_of(const Batch& batch) {
   const DLDevice device = batch.device.unwrap();
-  return {device.device_id, kBackend == kDLCPU ? nullptr : host::ffi::current_stream(device)};
+  return {device.device_id, host::stream_on(device)};
 }
 
 void check_status(Status status) {
-  if (status != 0) [[unlikely]]
-    panic("RuntimeError", "hotplan compress kernel failed to launch: ", status_text(status));
+  host::check_launch(status, "compress", status_text);
 }
 
 struct PlanSet {

@@ -1,7 +1,7 @@
 /// \file cpu.cpp
 /// \brief The CPU backend: one run of launch rows after the other, by the rules that the kernels use.
-#include <hotplan/hisparse/lru.h>
 #include <hotplan/hisparse/rules.h>
+#include <hotplan/hisparse/set.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,41 +12,6 @@
 namespace hotplan::hisparse {
 
 namespace {
-
-constexpr uint32_t kNone = 0xFFFFFFFFu;
-
-/// id -> its index among the distinct pending ids of a run.
-class IdSet {
- public:
-  void reset(std::size_t references) {
-    keys_.assign(max_of<std::size_t>(2 * references, 2), -1);
-    values_.resize(keys_.size());
-  }
-
-  /// The index of `id`; `next` becomes its index if it is new.
-  uint32_t insert(int32_t id, uint32_t next) {
-    const std::size_t at = find_entry(id);
-    if (keys_[at] == id) return values_[at];
-    keys_[at] = id;
-    return values_[at] = next;
-  }
-
-  uint32_t find(int32_t id) const {
-    if (id < 0) return kNone;
-    const std::size_t at = find_entry(id);
-    return keys_[at] == id ? values_[at] : kNone;
-  }
-
- private:
-  std::size_t find_entry(int32_t id) const {
-    std::size_t at = home_of(id, static_cast<uint32_t>(keys_.size()));
-    while (keys_[at] != id && keys_[at] != -1) at = at + 1 == keys_.size() ? 0 : at + 1;
-    return at;
-  }
-
-  std::vector<int32_t> keys_;
-  std::vector<uint32_t> values_;
-};
 
 Run run_at(const ResolveParams& p, uint32_t row) {
   const int32_t request = request_of(p, row);
@@ -63,17 +28,9 @@ Run run_at(const ResolveParams& p, uint32_t row) {
   return run;
 }
 
-/// One distinct pending id.
-struct Wanted {
-  int32_t id;
-  uint32_t reference;  // flat index of the first column that names it
-  uint32_t slot;       // kNone: none holds it (yet)
-  bool loaded;
-};
-
 class Resolver {
  public:
-  Resolver(const ResolveParams& p, bool copy) : p_(p), copy_(copy), order_(p.hot_slots), next_(p.hot_slots) {}
+  Resolver(const ResolveParams& p, bool copy) : p_(p), copy_(copy), set_(p.hot_slots) {}
 
   void resolve(uint32_t row) {
     const Run run = run_at(p_, row);
@@ -81,19 +38,18 @@ class Resolver {
     if (run.kind != RowKind::kFirst) return;
     collect(run, row);
     uint32_t loads = 0;
-    if (!wanted_.empty()) loads = swap(run, row);
+    if (set_.size() > 0) loads = swap(run, row);
     write_columns(run, row);
     write_lists(run, row, loads);
   }
 
   /// Distinct pending ids of a run.
-  std::size_t collect(const Run& run, uint32_t row) {
+  uint32_t collect(const Run& run, uint32_t row) {
     const uint32_t top_k = p_.top_k.divisor;
     const auto references = static_cast<std::size_t>(run.rows) * top_k;
-    set_.reset(references);
+    set_.begin(references);
     columns_.resize(references);
     index_.assign(references, kNone);
-    wanted_.clear();
     pending_ = 0;
     for (uint32_t i = 0; i < run.rows; ++i) {
       const int32_t* tokens = p_.ids + static_cast<int64_t>(row + i) * p_.ids_stride;
@@ -103,90 +59,40 @@ class Resolver {
         columns_[q] = at;
         if (!at.pending()) continue;
         ++pending_;
-        index_[q] = set_.insert(at.id, static_cast<uint32_t>(wanted_.size()));
-        if (index_[q] == wanted_.size()) wanted_.push_back({at.id, q, kNone, false});
+        index_[q] = set_.want(at.id, q);
       }
     }
-    return wanted_.size();
+    return set_.size();
   }
 
  private:
-  /// The LRU as a permutation: see "State repair" in hotplan.reference.hisparse.
-  void take_order(const int16_t* lru) {
-    const uint32_t slots = p_.hot_slots;
-    seen_.assign(slots, 0);
-    uint32_t end = slots;
-    for (uint32_t p = slots; p-- > 0;) {
-      const auto slot = static_cast<uint32_t>(lru[p]);
-      if (slot < slots && !seen_[slot]) {
-        seen_[slot] = 1;
-        order_[--end] = static_cast<uint16_t>(slot);
-      }
-    }
-    for (uint32_t slot = slots; end > 0;) {
-      while (seen_[--slot]) {
-      }
-      order_[--end] = static_cast<uint16_t>(slot);
-    }
-  }
-
   /// Rules 6 to 8: hits, victims, the new order. Returns the number of copies.
   uint32_t swap(const Run& run, uint32_t row) {
-    const uint32_t slots = p_.hot_slots;
-    int16_t* lru = p_.lru + static_cast<int64_t>(run.state) * slots;
-    int32_t* dgi = p_.dgi + static_cast<int64_t>(run.state) * slots;
-    take_order(lru);
-    std::vector<uint8_t>& hit = seen_;
-    hit.assign(slots, 0);
-    for (const uint16_t slot : order_) {
-      const uint32_t index = set_.find(dgi[slot]);
-      if (index == kNone) continue;
-      if (wanted_[index].slot != kNone) hit[wanted_[index].slot] = 0;  // an older copy of the same id
-      wanted_[index].slot = slot;
-      hit[slot] = 1;
-    }
-    Partition partition{slots, 0, 0};
-    for (const uint8_t h : hit) partition.hits += h;
-    missing_.clear();
-    for (uint32_t index = 0; index < wanted_.size(); ++index) {
-      if (wanted_[index].slot == kNone) missing_.push_back(index);
-    }
-    const auto misses = static_cast<uint32_t>(missing_.size());
-    partition.loads = min_of(misses, slots - partition.hits);
-    missing_.resize(partition.loads);
-
-    uint32_t hits_before = 0;
-    for (uint32_t p = 0; p < slots; ++p) {
-      const uint16_t slot = order_[p];
-      if (hit[slot]) {
-        next_[partition.of_hit(hits_before++)] = static_cast<int16_t>(slot);
-        continue;
-      }
-      const uint32_t v = p - hits_before;
-      next_[partition.of_victim(v)] = static_cast<int16_t>(slot);
-      if (v >= partition.loads) continue;
-      Wanted& wanted = wanted_[missing_[v]];
-      wanted.slot = slot;
-      wanted.loaded = true;
-      const int32_t where = row_of(run, slot);
-      dgi[slot] = where >= 0 ? wanted.id : -1;
+    int16_t* lru = p_.lru + static_cast<int64_t>(run.state) * p_.hot_slots;
+    int32_t* dgi = p_.dgi + static_cast<int64_t>(run.state) * p_.hot_slots;
+    set_.find_hits(lru, dgi);
+    const uint32_t loads = set_.replace_victims(lru);
+    for (uint32_t m = 0; m < loads; ++m) {
+      const Wanted& wanted = set_[set_.missing()[m]];
+      const int32_t where = row_of(run, wanted.slot);
+      dgi[wanted.slot] = where >= 0 ? wanted.id : -1;
       if (copy_ && where >= 0) {
         std::memcpy(
             p_.caches.hot + hot_offset(p_.caches, static_cast<uint32_t>(where)),
             p_.caches.host + wanted.id * p_.caches.row_bytes, static_cast<std::size_t>(p_.caches.row_bytes));
       }
       if (p_.swap_host != nullptr) {
-        const int64_t m = static_cast<int64_t>(row) * p_.top_k.divisor + v;
-        p_.swap_host[m] = wanted.id;
-        p_.swap_device[m] = where;
+        const int64_t at = static_cast<int64_t>(row) * p_.top_k.divisor + m;
+        p_.swap_host[at] = wanted.id;
+        p_.swap_device[at] = where;
       }
     }
-    std::copy(next_.begin(), next_.end(), lru);
     if (p_.stats != nullptr) {
+      const std::size_t misses = set_.missing().size();
       p_.stats[0] += pending_ - misses;
       p_.stats[1] += misses;
     }
-    return partition.loads;
+    return loads;
   }
 
   int32_t row_of(const Run& run, uint32_t slot) const {
@@ -203,7 +109,7 @@ class Resolver {
         int32_t where = columns_[q].resident;
         bool loads = false;
         if (index_[q] != kNone) {
-          const Wanted& wanted = wanted_[index_[q]];
+          const Wanted& wanted = set_[index_[q]];
           where = wanted.slot == kNone ? -1 : row_of(run, wanted.slot);
           loads = wanted.loaded && wanted.reference == q && where >= 0;
         }
@@ -221,7 +127,7 @@ class Resolver {
   }
 
   /// Counts, and the packed plan, whose rows past the count are invalid ones.
-  void write_lists(const Run& run, uint32_t row, uint32_t loads) const {
+  void write_lists(const Run& run, uint32_t row, uint32_t loads) {
     const uint32_t top_k = p_.top_k.divisor;
     const int64_t base = static_cast<int64_t>(row) * top_k;
     for (uint32_t i = 0; i < run.rows && p_.swap_counts; ++i) {
@@ -230,7 +136,7 @@ class Resolver {
     for (uint32_t m = 0; m < run.rows * top_k && p_.plan; ++m) {
       p_.plan[base + m] = SwapRow::invalid();
       if (m >= loads) continue;
-      const Wanted& wanted = wanted_[missing_[m]];
+      const Wanted& wanted = set_[set_.missing()[m]];
       p_.plan[base + m] = {wanted.id, row_of(run, wanted.slot), wanted.reference};
     }
   }
@@ -251,15 +157,10 @@ class Resolver {
 
   const ResolveParams& p_;
   const bool copy_;
-  IdSet set_;
+  SetResolver set_;
   std::vector<Location> columns_;  // of the run's references
-  std::vector<uint32_t> index_;    // of each reference in wanted_
-  std::vector<Wanted> wanted_;
-  std::vector<uint32_t> missing_;  // indices into wanted_, those that get a slot
+  std::vector<uint32_t> index_;    // of each reference in set_
   uint32_t pending_ = 0;           // references
-  std::vector<uint16_t> order_;
-  std::vector<int16_t> next_;
-  std::vector<uint8_t> seen_;
 };
 
 void copy_row(const Caches& c, RowCopy copy) {
@@ -292,7 +193,7 @@ bool find_union_fault(const ResolveParams& p, UnionFault& fault) {
     }
     while (row + run.rows < p.rows && p.request_ids[row + run.rows] == run.request) ++run.rows;
     fault = {run.rows > p.max_union_rows, run.request, row, run.rows, 0};
-    if (!fault.too_long && run.rows > 1) fault.distinct = static_cast<uint32_t>(resolver.collect(run, row));
+    if (!fault.too_long && run.rows > 1) fault.distinct = resolver.collect(run, row);
     if (fault.too_long || fault.distinct > p.hot_slots) return true;
     row += run.rows;
   }

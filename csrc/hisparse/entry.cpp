@@ -2,16 +2,20 @@
 /// \brief The operators of the HiSparse family: check everything, allocate, run. The only file that knows tvm-ffi.
 ///
 /// The same file serves both backends: linked with cpu.cpp it takes CPU tensors, linked with launch.cu CUDA tensors.
-/// Argument names in messages are those of the Python functions in `hotplan/hisparse.py`.
-#include <sgl_kernel/ffi.h>
-#include <sgl_kernel/tensor.h>
-#include <sgl_kernel/utils.h>
+/// Argument names in messages are those of the Python functions in `hotplan/hisparse/residency.py`.
+#include <sgl_kernel/checks.h>
 
 #include "launch.h"
 
 namespace hotplan::hisparse {
 
+using host::all_or_none;
+using host::checked_count;
+using host::expected_tensor;
 using host::kAnySize;
+using host::kBackend;
+using host::kUInt8;
+using host::OptionalTensor;
 using host::panic;
 using host::RuntimeCheck;
 using host::SymbolicDevice;
@@ -21,12 +25,9 @@ using host::ffi::Arguments;
 using host::ffi::Results;
 using host::ffi::Tensor;
 using host::ffi::TensorView;
-using OptionalTensor = std::optional<TensorView>;
 
 namespace {
 
-constexpr DLDeviceType kBackend = HOTPLAN_BACKEND_CUDA ? kDLCUDA : kDLCPU;
-constexpr DLDataType kUInt8 = {kDLUInt, 8, 1};
 constexpr DLDataType kInt32 = {kDLInt, 32, 1};
 
 /// From here on a block size or stride sends every index but those of block 0 past int32, whatever its exact value.
@@ -36,26 +37,11 @@ constexpr int64_t kHuge = kMaxInt32 + 1;
 constexpr int64_t kMaxReferences = int64_t{1} << 27;
 
 int64_t row_bytes_of(const TensorView& t) {
-  const DLDataType dtype = t.dtype();
-  return t.size(t.ndim() - 1) * ((dtype.bits * dtype.lanes + 7) / 8);
+  return t.size(t.ndim() - 1) * host::element_bytes(t);
 }
 
 std::string shape_and_strides(const TensorView& t) {
-  std::string text[2];
-  for (int i = 0; i < t.ndim(); ++i) {
-    text[0] += (i ? ", " : "") + std::to_string(t.size(i));
-    text[1] += (i ? ", " : "") + std::to_string(t.stride(i));
-  }
-  return "shape [" + text[0] + "] with strides [" + text[1] + "]";
-}
-
-[[noreturn]] void expected_tensor(const char* name, const std::string& why) {
-  panic("ValueError", name, ": expected a tensor, ", why, ", got None");
-}
-
-uint32_t checked_count(const char* name, int64_t count) {
-  RuntimeCheck(count <= kMaxInt32, name, ": expected fewer than 2^31 rows, got ", count);
-  return static_cast<uint32_t>(count);
+  return "shape " + host::shape_text(t.shape()) + " with strides " + host::shape_text(t.strides());
 }
 
 /// What the tensors of one call share.
@@ -69,7 +55,7 @@ struct Call {
 
   Queue queue() const {
     const DLDevice d = device.unwrap();
-    return {d.device_id, kBackend == kDLCPU ? nullptr : host::ffi::current_stream(d)};
+    return {d.device_id, host::stream_on(d)};
   }
 
   // ------------------------------------------------------------------------------------------------ the two pools
@@ -147,33 +133,18 @@ struct Call {
     return t ? matrix(*t, name) : nullptr;
   }
 
-  /// int32 [R, K] with a free row stride; `apart`: rows must not lie upon each other.
-  int32_t* strided_matrix(const TensorView& t, const char* name, bool apart) {
-    auto* data = static_cast<int32_t*>(TensorMatcher({rows, top_k})
-                                           .with_strides({kAnySize, 1})
-                                           .with_dtype<int32_t>()
-                                           .with_device(device)
-                                           .verify(t, name));
-    RuntimeCheck(
-        !apart || t.size(0) <= 1 || t.size(1) == 0 || t.stride(0) >= t.size(1), name,
-        ": expected a row stride of at least ", t.size(1), ", got ", t.stride(0));
-    return data;
+  /// int32 [R, K] with a free row stride.
+  int32_t* strided_matrix(const TensorView& t, const char* name) {
+    return host::matrix_of<int32_t>(t, name, rows, top_k, device);
   }
 
   /// int32, contiguous, at least `least` long.
   int32_t* vector(const TensorView& t, const char* name, int64_t least = 0) {
-    auto* data =
-        static_cast<int32_t*>(TensorMatcher({kAnySize}).with_dtype<int32_t>().with_device(device).verify(t, name));
-    RuntimeCheck(t.size(0) >= least, name, ": expected at least ", least, " elements, got ", t.size(0));
-    return data;
+    return host::vector_of<int32_t>(t, name, device, least);
   }
 
   BlockTable table(const TensorView& t, const char* name) {
-    auto* data = static_cast<const int32_t*>(TensorMatcher({kAnySize, kAnySize})
-                                                 .with_strides({kAnySize, 1})
-                                                 .with_dtype<int32_t>()
-                                                 .with_device(device)
-                                                 .verify(t, name));
+    const auto* data = host::matrix_of<int32_t>(t, name, kAnySize, kAnySize, device);
     // A table without entries may have no memory; its `data` must still say that there is a table.
     static const int32_t no_entries = -1;
     const auto rows_of = [](int64_t size) { return static_cast<uint32_t>(min_of(size, kMaxInt32)); };
@@ -189,8 +160,7 @@ struct Call {
 };
 
 void check_status(Status status) {
-  if (status != 0) [[unlikely]]
-    panic("RuntimeError", "hotplan hisparse kernel failed to launch: ", status_text(status));
+  host::check_launch(status, "hisparse", status_text);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -259,20 +229,14 @@ struct ResolveCall : Call {
     if (empty()) return;
     check_unions();
     const Queue q = queue();
-    const int64_t bytes = workspace_bytes(params, copy, q);
-    std::optional<Tensor> workspace;
-    char* memory = nullptr;
-    if (bytes > 0) {
-      workspace = host::ffi::empty({&bytes, 1}, kUInt8, device.unwrap());
-      memory = static_cast<char*>(workspace->data_ptr());
-    }
-    check_status(copy ? run_swap_in(params, memory, q) : run_resolve(params, memory, q));
+    const host::Workspace workspace(workspace_bytes(params, copy, q), device.unwrap());
+    check_status(copy ? run_swap_in(params, workspace.data(), q) : run_resolve(params, workspace.data(), q));
   }
 
  private:
   void take_ids(Arguments& args) {
     const TensorView ids = args.tensor("global_indices");
-    params.ids = strided_matrix(ids, "global_indices", /*apart=*/false);
+    params.ids = strided_matrix(ids, "global_indices");
     params.ids_stride = ids.stride(0);
     params.rows = checked_count("global_indices", rows.unwrap());
     params.top_k = FastDiv(static_cast<uint32_t>(clamp_to<int64_t>(top_k.unwrap(), 1, kMaxInt32)));
@@ -325,7 +289,8 @@ struct ResolveCall : Call {
     const OptionalTensor t = args.optional_tensor("attention_indices");
     const int64_t stride = args.integer("attention_block_stride");
     if (!t) return;
-    params.attention = strided_matrix(*t, "attention_indices", /*apart=*/true);
+    params.attention = strided_matrix(*t, "attention_indices");
+    host::require_rows_apart(*t, "attention_indices");
     params.attention_stride = t->stride(0);
     params.attention_block_stride = attention_block_stride(stride);
   }
@@ -361,12 +326,7 @@ struct ResolveCall : Call {
     const char* const names[] = {"swap_host_physical_rows", "swap_device_physical_rows", "swap_counts"};
     const OptionalTensor t[] = {
         args.optional_tensor(names[0]), args.optional_tensor(names[1]), args.optional_tensor(names[2])};
-    if (!t[0] && !t[1] && !t[2]) return;
-    for (int i = 0; i < 3; ++i) {
-      if (!t[i]) {
-        expected_tensor(names[i], "or none of swap_host_physical_rows, swap_device_physical_rows and swap_counts");
-      }
-    }
+    if (!all_or_none(t, names)) return;
     params.swap_host = matrix(*t[0], names[0]);
     params.swap_device = matrix(*t[1], names[1]);
     params.swap_counts = vector(*t[2], names[2], rows.unwrap());

@@ -173,6 +173,31 @@ class SizeRef {
 
 inline constexpr int64_t kAnySize = -1;
 
+inline std::string shape_text(tvm::ffi::ShapeView sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+inline void verify_device(const tvm::ffi::TensorView& t, const char* name, SymbolicDevice& device) {
+  if (!device.match(t.device())) [[unlikely]]
+    panic("ValueError", name, ": expected device ", device.text(), ", got ", device_name(t.device()));
+}
+
+inline void verify_contiguous(const tvm::ffi::TensorView& t, const char* name) {
+  // An empty tensor is contiguous whatever its strides; tvm-ffi 0.1.11 does not know.
+  if (t.numel() != 0 && !t.IsContiguous()) [[unlikely]]
+    panic("ValueError", name, ": expected a contiguous tensor, got strides ", shape_text(t.strides()));
+}
+
+/// The first element, aligned to `bytes`.
+inline char* verified_data(const tvm::ffi::TensorView& t, const char* name, int64_t bytes = 1) {
+  auto* const data = static_cast<char*>(t.data_ptr()) + t.byte_offset();
+  if (bytes > 1 && reinterpret_cast<uintptr_t>(data) % bytes != 0) [[unlikely]]
+    panic("ValueError", name, ": expected data aligned to ", bytes, " bytes, got an odd offset");
+  return data;
+}
+
 class TensorMatcher {
  public:
   explicit TensorMatcher(std::initializer_list<SizeRef> shape) : ndim_(static_cast<int>(shape.size())) {
@@ -221,25 +246,16 @@ class TensorMatcher {
       if (!shape_[i].match(t.size(i))) [[unlikely]]
         panic("ValueError", name, ": expected shape ", list_text(shape_), ", got ", shape_text(t.shape()));
     }
-    if (device_ && !device_->match(t.device())) [[unlikely]]
-      panic("ValueError", name, ": expected device ", device_->text(), ", got ", device_name(t.device()));
+    if (device_) verify_device(t, name, *device_);
     verify_strides(t, name);
-    auto* const data = static_cast<char*>(t.data_ptr()) + t.byte_offset();
-    if (alignment_ > 1 && reinterpret_cast<uintptr_t>(data) % alignment_ != 0) [[unlikely]]
-      panic("ValueError", name, ": expected data aligned to ", alignment_, " bytes, got an odd offset");
-    return data;
+    return verified_data(t, name, alignment_);
   }
 
  private:
   using Sizes = std::array<SizeRef, 4>;
 
   void verify_strides(const tvm::ffi::TensorView& t, const char* name) const {
-    if (!has_strides_) {
-      // An empty tensor is contiguous whatever its strides; tvm-ffi 0.1.11 does not know.
-      if (t.numel() != 0 && !t.IsContiguous()) [[unlikely]]
-        panic("ValueError", name, ": expected a contiguous tensor, got strides ", shape_text(t.strides()));
-      return;
-    }
+    if (!has_strides_) return verify_contiguous(t, name);
     for (int i = 0; i < ndim_; ++i) {
       if (t.size(i) > 1 && !strides_[i].match(t.stride(i))) [[unlikely]]
         panic("ValueError", name, ": expected strides ", list_text(strides_), ", got ", shape_text(t.strides()));
@@ -251,11 +267,7 @@ class TensorMatcher {
     for (int i = 0; i < ndim_; ++i) text += (i ? ", " : "") + sizes[i].text();
     return text + "]";
   }
-  static std::string shape_text(tvm::ffi::ShapeView sizes) {
-    std::string text = "[";
-    for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-    return text + "]";
-  }
+
   int ndim_;
   Sizes shape_;
   Sizes strides_;

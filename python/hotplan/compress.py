@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from hotplan import jit
+from hotplan._backend import by_device
 from hotplan.plans import PrefillPlan
 
 __all__ = [
@@ -66,21 +67,7 @@ class _Operators:
         self.item: Callable[[Any, int], torch.Tensor] = tvm_ffi.get_global_func("ffi.ArrayGetItem")
 
 
-_loaded: dict[str, _Operators] = {}
-
-
-def _operators(req_pool_indices: torch.Tensor) -> _Operators:
-    """The backend of the tensor that decides the device. What is no tensor meets the CPU backend's checks."""
-    if getattr(req_pool_indices, "is_cuda", False):
-        backend = "cuda"
-    elif getattr(req_pool_indices, "is_cpu", True):
-        backend = "cpu"
-    else:
-        raise ValueError(f"req_pool_indices: expected device cpu or cuda, got {req_pool_indices.device}")
-    operators = _loaded.get(backend)
-    if operators is None:
-        operators = _loaded.setdefault(backend, _Operators(backend))
-    return operators
+_operators = by_device(_Operators)
 
 
 def _check(
@@ -148,7 +135,7 @@ def plan_compress_prefill(
         ValueError: among others, lengths on the CPU that are not ``0 < extend <= seq`` or do not sum to
             ``num_q_tokens``.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     compress, write = (None, None) if out is None else out
     new = ops.paged_prefill(
@@ -182,7 +169,7 @@ def plan_compress_decode(
         uint8 ``[B, 16]`` on D, one decode row per request: the ring row of its newest token, and the two pages that a
         window ending there would read.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     new = ops.paged_decode(
         req_pool_indices, req_to_token, full_to_state, seq_lens, out,
@@ -207,7 +194,7 @@ def plan_compress_prefill_legacy(
     As :func:`plan_compress_prefill`, but pages come from the request alone and are always resolved, and neither a write
     pad nor the tails of SWA pages are written.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     compress, write = (None, None) if out is None else out
     new = ops.legacy_prefill(
@@ -225,7 +212,7 @@ def plan_compress_decode_legacy(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plan one decode step for the older, unpaged state: uint8 ``[B, 16]``, as :func:`plan_compress_decode`."""
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     new = ops.legacy_decode(req_pool_indices, seq_lens, out, compress_ratio)
     return new if out is None else out
@@ -256,7 +243,7 @@ def plan_online_prefill(
     Returns:
         ``PrefillPlan(compress uint8 [n, 16], write uint8 [m, 16])`` on D.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     compress, write = (None, None) if out is None else out
     new = ops.online_prefill(
@@ -277,7 +264,7 @@ def plan_online_decode(
 
     Rows are ``seq_len``, ``write_loc = read_page_0 = rid + state_slot_offset``, ``read_page_1 = -1``.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     new = ops.online_decode(req_pool_indices, seq_lens, out, state_slot_offset)
     return new if out is None else out
@@ -309,7 +296,7 @@ def plan_online_verify(
     Returns:
         ``PrefillPlan(compress uint8 [B, 16], write uint8 [B, 16])`` on D.
     """
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     compress, write = (None, None) if out is None else out
     is_tensor = isinstance(active_batch_size, torch.Tensor)
     new = ops.online_verify(
@@ -359,7 +346,7 @@ def plan_step_prefill(
             check=check, out=None if out is None else _out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     first, second = ratios
     if out is None:
@@ -410,7 +397,7 @@ def plan_step_decode(
             out=None if out is None else _out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
-    ops = _operators(req_pool_indices)
+    ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     first, second = ratios
     d0, d1 = (None, None) if out is None else (_out_of(out, first), _out_of(out, second))

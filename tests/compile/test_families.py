@@ -47,8 +47,8 @@ def cuda_missing() -> bool:
     return False
 
 
-def test_compress_is_a_family() -> None:
-    assert "compress" in FAMILIES
+def test_families_of_the_package() -> None:
+    assert set(FAMILIES) == {"compress", "device_buffer", "hisparse"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

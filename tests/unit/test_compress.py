@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from sanitized import ROOT, load_sanitized
 from strategies import (
     SERVER_GEOMETRIES,
     Case,
@@ -32,7 +33,6 @@ from threads import run_in_threads
 import hotplan
 from hotplan import PrefillPlan, jit, reference
 
-ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ["prefill", "decode", "prefill_legacy", "decode_legacy", "online_prefill", "online_decode"]
 FUNCTIONS = {
     "prefill": "plan_compress_prefill",
@@ -218,17 +218,8 @@ def test_online_verify_is_the_reference(drafts: int) -> None:
 @pytest.fixture(scope="session")
 def unchecked(tmp_path_factory: pytest.TempPathFactory):
     """The row functions as a GPU kernel uses them, on lengths without a promise, compiled for the CPU."""
-    import tvm_ffi.cpp
-
-    library = tvm_ffi.cpp.build(
-        name="unchecked",
-        cpp_files=[str(Path(__file__).with_name("unchecked.cpp")), str(ROOT / "csrc/compress/cpu.cpp")],
-        extra_cflags=["-std=c++20", "-DHOTPLAN_BACKEND_CUDA=0", "-fsanitize=undefined", "-fno-sanitize-recover"],
-        extra_ldflags=["-fsanitize=undefined"],
-        extra_include_paths=[str(ROOT / "include")],
-        build_directory=str(tmp_path_factory.mktemp("unchecked")),
-    )
-    return tvm_ffi.load_module(library)
+    unit = Path(__file__).with_name("unchecked.cpp")
+    return load_sanitized(tmp_path_factory.mktemp("unchecked"), unit, ROOT / "csrc/compress/cpu.cpp")
 
 
 def assert_unchecked(case: Case, module) -> None:

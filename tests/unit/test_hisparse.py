@@ -381,7 +381,9 @@ def test_unions_that_break_the_rule() -> None:
 
 def test_checked_mode_looks_at_unions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What HOTPLAN_CHECK=1 does before a launch on a GPU, with CPU tensors in the place of the GPU's."""
-    monkeypatch.setattr(hisparse, "_checks_unions", lambda hot_cache, max_union_rows: max_union_rows is not None)
+    monkeypatch.setattr(
+        hisparse.residency, "_checks_unions", lambda hot_cache, max_union_rows: max_union_rows is not None
+    )
     case = make_case(
         seed=1, top_k=4, hot_slots=6, rows=4, host_rows=400, mode="tables", steps_per_request=2, union=True
     )

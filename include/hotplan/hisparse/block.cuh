@@ -12,7 +12,7 @@ inline constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
 /// N elements that are read and written at once.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T x[N];
 };
 
@@ -25,11 +25,35 @@ __device__ __forceinline__ Pack<T, N>& pack_at(T* data, uint32_t index) {
 /// the pack, element by element; -1 past the end.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* row, uint32_t index, uint32_t count, bool vector) {
-  if (vector) return reinterpret_cast<const Pack<T, N>*>(row)[index];
+  if (vector) [[likely]]
+    return reinterpret_cast<const Pack<T, N>*>(row)[index];
   Pack<T, N> pack;
 #pragma unroll
   for (uint32_t j = 0; j < N; ++j) pack.x[j] = index * N + j < count ? row[index * N + j] : static_cast<T>(-1);
   return pack;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_pack(
+    T* row, uint32_t index, uint32_t count, bool vector, const Pack<T, N>& pack) {
+  if (vector) [[likely]] {
+    reinterpret_cast<Pack<T, N>*>(row)[index] = pack;
+    return;
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < N; ++j) {
+    if (index * N + j < count) row[index * N + j] = pack.x[j];
+  }
+}
+
+/// body(i) for this thread's share of [0, count), a run of neighbours, as a scan over the block needs them.
+template <uint32_t kThreads, typename Body>
+__device__ __forceinline__ void for_neighbours(uint32_t count, Body&& body) {
+  const uint32_t each = div_ceil(count, kThreads);
+  const uint32_t begin = threadIdx.x * each;
+  const uint32_t end = min(begin + each, count);
+#pragma unroll 1
+  for (uint32_t i = begin; i < end; ++i) body(i);
 }
 
 __device__ __forceinline__ void atomic_min(uint32_t* at, uint32_t x) {
@@ -64,8 +88,10 @@ __device__ __forceinline__ T warp_scan(T x, uint32_t lane) {
   return x;
 }
 
-template <typename T>
-__device__ __forceinline__ T warp_sum(T x) {
+__device__ __forceinline__ uint32_t warp_sum(uint32_t x) {
+  return __reduce_add_sync(kFullMask, x);
+}
+__device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 #pragma unroll
   for (uint32_t step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullMask, x, step);
   return x;

@@ -8,15 +8,51 @@
 #pragma once
 
 #include <hotplan/hisparse/block.cuh>
-#include <hotplan/hisparse/rules.h>
 
 namespace hotplan::hisparse {
 
-/// Copies rows.at(0), ..., rows.at(count - 1), each a RowCopy, in pieces of a Word. This warp is one of `workers`.
-template <int kBatch, typename Word, typename Rows>
+/// One load and one store of a copy.
+struct Piece {
+  const char* from;  // nullptr: there is nothing to read, zeros are written
+  char* to;          // nullptr: nothing is written
+};
+
+/// The widths of a piece are 16, 8, 4 and 1 bytes; one loop serves them all, since most of it is finding addresses.
+template <int kBatch>
+__device__ __forceinline__ void load_pieces(
+    uint4 (&data)[kBatch], const char* const (&from)[kBatch], const bool (&wanted)[kBatch], uint32_t width) {
+  if (width == 16) [[likely]] {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) load_host(data[b], from[b], wanted[b]);
+  } else if (width == 8) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) load_host(data[b].x, data[b].y, from[b], wanted[b]);
+  } else if (width == 4) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) load_host(data[b].x, from[b], wanted[b]);
+  } else {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) load_host_byte(data[b].x, from[b], wanted[b]);
+  }
+}
+
+__device__ __forceinline__ void store_piece(char* to, const uint4& data, uint32_t width) {
+  if (width == 16) [[likely]] {
+    *reinterpret_cast<uint4*>(to) = data;
+  } else if (width == 8) {
+    *reinterpret_cast<uint2*>(to) = {data.x, data.y};
+  } else if (width == 4) {
+    *reinterpret_cast<uint32_t*>(to) = data.x;
+  } else {
+    *reinterpret_cast<uint8_t*>(to) = static_cast<uint8_t>(data.x);
+  }
+}
+
+/// Copies the pieces of `count` rows, rows.piece(row, byte) each, of `width` bytes. This warp is one of `workers`.
+template <int kBatch, typename Rows>
 __device__ __forceinline__ void copy_rows(
-    const Caches& caches, const Rows& rows, uint32_t count, uint32_t worker, uint32_t workers) {
-  const auto pieces = static_cast<uint32_t>(caches.row_bytes / sizeof(Word));
+    const Rows& rows, uint32_t count, uint32_t row_bytes, uint32_t width, uint32_t worker, uint32_t workers) {
+  const uint32_t pieces = row_bytes / width;
   const uint32_t first = worker * kWarp + threadIdx.x % kWarp;
   const uint32_t stride = workers * kWarp;
   const uint32_t row_step = stride / pieces;
@@ -24,17 +60,17 @@ __device__ __forceinline__ void copy_rows(
   uint32_t row = first / pieces;
   uint32_t piece = first % pieces;
   while (row < count) {
-    Word data[kBatch];
+    uint4 data[kBatch];
+    const char* from[kBatch];
     char* to[kBatch];
+    bool wanted[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const bool inside = row < count;
-      const RowCopy copy = rows.at(inside ? row : count - 1);
-      const int64_t offset = static_cast<int64_t>(piece) * sizeof(Word);
-      const bool wanted = inside && copy.wanted(caches);
-      to[b] = wanted ? caches.hot + hot_offset(caches, static_cast<uint32_t>(copy.hot_row)) + offset : nullptr;
-      const char* from = caches.host + copy.host_row * caches.row_bytes + offset;
-      load_host(data[b], from, wanted && copy.host_row < caches.host_rows);
+      const Piece copy = rows.piece(inside ? row : count - 1, piece * width);
+      to[b] = inside ? copy.to : nullptr;
+      from[b] = copy.from;
+      wanted[b] = to[b] != nullptr && copy.from != nullptr;
       row += row_step;
       piece += piece_step;
       if (piece >= pieces) {
@@ -42,9 +78,10 @@ __device__ __forceinline__ void copy_rows(
         ++row;
       }
     }
+    load_pieces(data, from, wanted, width);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (to[b] != nullptr) *reinterpret_cast<Word*>(to[b]) = data[b];
+      if (to[b] != nullptr) store_piece(to[b], data[b], width);
     }
   }
 }

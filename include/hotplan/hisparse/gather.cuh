@@ -2,7 +2,8 @@
 /// \brief Copies of a layer that an earlier resolution decided, and the invalidation of rewritten rows.
 #pragma once
 
-#include <hotplan/hisparse/copy.cuh>
+#include <hotplan/hisparse/cache_rows.cuh>
+#include <hotplan/hisparse/segment.cuh>
 
 namespace hotplan::hisparse {
 
@@ -12,58 +13,36 @@ inline constexpr uint32_t kMaskThreads = 256;
 inline constexpr uint32_t kInvalidateThreads = 256;
 
 /// Loads that a lane has under way.
-template <typename Word>
-inline constexpr int kGatherBatch = sizeof(Word) == 16 ? 8 : 4;
+inline constexpr int kGatherBatch = 8;
 
-/// Elements [0, start[rows]) of the lists of a segment's launch rows, as one list.
+/// The lists of a segment's launch rows as one.
 struct SegmentLists {
+  using Rows = Segment<kGatherThreads, kSegmentRows>;
+
   const GatherParams& p;
-  const uint32_t* start;  // [rows + 1]
+  const Rows& segment;
   uint32_t first_row;
   uint32_t rows;
 
   __device__ __forceinline__ RowCopy at(uint32_t n) const {
-    uint32_t low = 0;  // the last row whose list does not begin behind n
-    for (uint32_t size = rows; size > 1;) {
-      const uint32_t half = size / 2;
-      low += start[low + half] <= n ? half : 0;
-      size -= half;
-    }
-    return copy_at(p, static_cast<int64_t>(first_row + low) * p.top_k + (n - start[low]));
+    const uint32_t row = segment.row_of(n, rows);
+    return copy_at(p, static_cast<int64_t>(first_row + row) * p.top_k + (n - segment.start[row]));
   }
 };
 
-/// Lists and plans. The blocks of a segment share its copies evenly, however they are spread over the launch rows.
-template <typename Word>
+/// Lists and plans. The blocks of a segment share its copies evenly.
 __global__ void __launch_bounds__(kGatherThreads, 1)
-    gather_lists_kernel(const __grid_constant__ GatherParams p, uint32_t segment_rows) {
-  __shared__ uint32_t start[kSegmentRows + 1];
-  __shared__ WarpTotals<uint64_t> totals;
-  constexpr uint32_t kEach = kSegmentRows / kGatherThreads;
+    gather_lists_kernel(const __grid_constant__ GatherParams p, uint32_t segment_rows, uint32_t width) {
+  __shared__ SegmentLists::Rows segment;
   const uint32_t first_row = blockIdx.y * segment_rows;
   const uint32_t rows = min(segment_rows, p.rows - first_row);
-  uint32_t count[kEach];
-  uint32_t own = 0;
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) {
-    const uint32_t row = threadIdx.x * kEach + i;
-    count[i] = row < rows ? listed(p, first_row + row) : 0;
-    own += count[i];
-  }
-  const auto scanned = block_scan<kGatherThreads>(Pair<uint64_t>::of(own, 0), Pair<uint64_t>{}, totals);
-  uint32_t next = scanned.before.first();
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) {
-    start[threadIdx.x * kEach + i] = next;
-    next += count[i];
-  }
-  __syncthreads();
-  const uint32_t total = scanned.total.first();
+  const uint32_t total = segment.open(rows, [&](uint32_t row) { return listed(p, first_row + row); });
   if (total == 0) return;
   constexpr uint32_t kWarps = kGatherThreads / kWarp;
-  const SegmentLists lists{p, start, first_row, rows};
-  copy_rows<kGatherBatch<Word>, Word>(
-      p.caches, lists, total, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
+  const CacheRows<SegmentLists> lists{p.caches, {p, segment, first_row, rows}};
+  const auto row_bytes = static_cast<uint32_t>(p.caches.row_bytes);
+  copy_rows<kGatherBatch>(
+      lists, total, row_bytes, width, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
 }
 
 /// The columns of a tile whose mask asks for a copy.
@@ -78,9 +57,8 @@ struct MaskedColumns {
 };
 
 /// gather_plan: a block has a tile of kMaskThreads columns of a launch row.
-template <typename Word>
 __global__ void __launch_bounds__(kMaskThreads, 3)
-    gather_masked_kernel(const __grid_constant__ GatherParams p, uint32_t tiles) {
+    gather_masked_kernel(const __grid_constant__ GatherParams p, uint32_t tiles, uint32_t width) {
   __shared__ uint16_t columns[kMaskThreads];
   __shared__ uint32_t total;
   const uint32_t row = blockIdx.x / tiles;
@@ -105,8 +83,9 @@ __global__ void __launch_bounds__(kMaskThreads, 3)
   if (copies) columns[first + __popc(copying & ((1u << lane) - 1))] = static_cast<uint16_t>(threadIdx.x);
   __syncthreads();
   if (total == 0) return;
-  copy_rows<kGatherBatch<Word>, Word>(
-      p.caches, MaskedColumns{p, columns, base}, total, threadIdx.x / kWarp, kMaskThreads / kWarp);
+  const CacheRows<MaskedColumns> masked{p.caches, {p, columns, base}};
+  const auto row_bytes = static_cast<uint32_t>(p.caches.row_bytes);
+  copy_rows<kGatherBatch>(masked, total, row_bytes, width, threadIdx.x / kWarp, kMaskThreads / kWarp);
 }
 
 /// A block has a written token: every slot of its request's hot buffer that holds it is emptied.

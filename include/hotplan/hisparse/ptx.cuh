@@ -30,10 +30,10 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-/// 16 bytes from global to shared memory without a register on the way. async_wait: those of this thread have arrived.
-__device__ __forceinline__ void async_copy_16(void* shared, const void* global) {
+/// 4 bytes from global to shared memory without a register on the way. async_wait: those of this thread have arrived.
+__device__ __forceinline__ void async_copy_4(void* shared, const void* global) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void async_wait() {
@@ -51,6 +51,15 @@ __device__ __forceinline__ void load_host(uint4& x, const char* from, bool wante
       : "l"(from), "r"(static_cast<uint32_t>(wanted)));
 }
 
+__device__ __forceinline__ void load_host(uint32_t& x, uint32_t& y, const char* from, bool wanted) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t"
+      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n\t}"
+      : "=&r"(x), "=&r"(y)
+      : "l"(from), "r"(static_cast<uint32_t>(wanted)));
+}
+
 __device__ __forceinline__ void load_host(uint32_t& x, const char* from, bool wanted) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t"
@@ -59,14 +68,12 @@ __device__ __forceinline__ void load_host(uint32_t& x, const char* from, bool wa
       : "l"(from), "r"(static_cast<uint32_t>(wanted)));
 }
 
-__device__ __forceinline__ void load_host(uint8_t& x, const char* from, bool wanted) {
-  uint32_t byte;
+__device__ __forceinline__ void load_host_byte(uint32_t& x, const char* from, bool wanted) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t"
       "@p ld.global.nc.L1::no_allocate.u8 %0, [%1];\n\t}"
-      : "=&r"(byte)
+      : "=&r"(x)
       : "l"(from), "r"(static_cast<uint32_t>(wanted)));
-  x = static_cast<uint8_t>(byte);
 }
 
 }  // namespace hotplan::hisparse

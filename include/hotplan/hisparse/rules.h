@@ -1,9 +1,10 @@
 /// \file rules.h
-/// \brief Where things are: launch row -> request -> state row, token -> id, slot -> hot row, id -> home in a table.
+/// \brief Where things are: launch row -> request -> state row, token -> id, slot -> hot row.
 ///
 /// Each rule exists once. The CPU backend and the kernels call the same functions.
 #pragma once
 
+#include <hotplan/hisparse/hash.h>
 #include <hotplan/hisparse/params.h>
 
 namespace hotplan::hisparse {
@@ -128,22 +129,6 @@ struct RowCopy {
 HOTPLAN_HD RowCopy copy_at(const GatherParams& p, int64_t index) {
   if (p.plan != nullptr) return {p.plan[index].host_row, p.plan[index].hot_row};
   return {p.host_rows[index], p.hot_rows[index]};
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Hash
-// ---------------------------------------------------------------------------------------------------------------------
-
-/// Where the search for an id begins in a table of `size` entries, which need not be a power of two: the id times 2^32
-/// over the golden ratio, of which the high bits count. Every bit of an id reaches them, and ids at equal distances,
-/// which share their low bits, are spread as evenly as can be (Knuth, volume 3, section 6.4).
-HOTPLAN_HD uint32_t home_of(int32_t id, uint32_t size) {
-  const uint32_t mixed = static_cast<uint32_t>(id) * 0x9E3779B1u;
-#ifdef __CUDA_ARCH__
-  return __umulhi(mixed, size);
-#else
-  return static_cast<uint32_t>((static_cast<uint64_t>(mixed) * size) >> 32);
-#endif
 }
 
 }  // namespace hotplan::hisparse

@@ -3,6 +3,9 @@
 Use them to check a kernel, to read what a plan means, or where nothing can be compiled. They take the same
 arguments as the public functions and work on tensors of any device: what they need is moved to the CPU, which
 waits for the GPU.
+
+Compress plans are here; the two families of HiSparse are in :mod:`hotplan.reference.hisparse` (vLLM's addressing) and
+:mod:`hotplan.reference.device_buffer` (SGLang's).
 """
 
 from __future__ import annotations

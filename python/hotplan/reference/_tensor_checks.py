@@ -58,6 +58,19 @@ def check_separate_rows(name: str, tensor: torch.Tensor) -> None:
         raise wrong_value(name, f"a row stride of at least {tensor.shape[1]}", f"strides {tensor.stride()}")
 
 
+def check_at_least(name: str, tensor: torch.Tensor, count: int, of: str = "elements") -> None:
+    """At least `count` elements of the first dimension."""
+    if tensor.shape[0] < count:
+        raise wrong_value(name, f"at least {count} {of}", tensor.shape[0])
+
+
+def check_bool(name: str, value: object) -> bool:
+    """A flag: a bool, or the 0 or 1 that C callers send."""
+    if not isinstance(value, (bool, int)):
+        raise wrong_type(name, "a bool", type(value).__name__)
+    return bool(value)
+
+
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """A Python integer in [low, high]; bool is refused because it is nearly always a misplaced flag."""
     if isinstance(value, bool):

@@ -90,7 +90,10 @@ import numpy as np
 import torch
 
 from hotplan.plans import SWAP_ROW, SwapPlan, invalid_rows
+from hotplan.reference._arrays import Arrays
+from hotplan.reference._lru import partition
 from hotplan.reference._tensor_checks import (
+    check_at_least,
     check_contiguous,
     check_device,
     check_int,
@@ -126,36 +129,16 @@ class _Caches:
 
 
 @dataclass
-class _Arguments:
-    """Everything resolve works on, as NumPy arrays; arrays of CPU tensors share the tensors' memory."""
+class _Arguments(Arrays):
+    """Everything resolve works on."""
 
     caches: _Caches
     top_k: int
     launch_rows: int
     max_union_rows: int | None
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    outputs: list[tuple[torch.Tensor, np.ndarray]] = field(default_factory=list)
     attention_block_stride: int = 0
     source_block_size: int = 0
     resident_null_block: int = 0
-
-    def get(self, name: str) -> np.ndarray | None:
-        return self.arrays.get(name)
-
-    def add_input(self, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            self.arrays[name] = tensor.detach().cpu().numpy()
-
-    def add_output(self, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            array = tensor.detach().cpu().numpy()
-            self.arrays[name] = array
-            self.outputs.append((tensor, array))
-
-    def write_back(self) -> None:
-        for tensor, array in self.outputs:
-            if tensor.device.type != "cpu":
-                tensor.copy_(torch.from_numpy(array))
 
 
 def _check_caches(host_cache: torch.Tensor, hot_cache: torch.Tensor, *, ndims: tuple[int, ...] = (3,)) -> _Caches:
@@ -219,8 +202,7 @@ def _check_vector(
 ) -> None:
     check_tensor(name, tensor, dtypes, (1,))
     check_device(name, tensor, caches.device, "hot_cache")
-    if tensor.shape[0] < at_least:
-        raise wrong_value(name, f"at least {at_least} elements", f"{tensor.shape[0]}")
+    check_at_least(name, tensor, at_least)
     check_contiguous(name, tensor)
 
 
@@ -391,18 +373,6 @@ def attention_index(row: int, block_size: int, attention_block_stride: int) -> i
     return index if index <= INT32_MAX else -1
 
 
-def repaired_lru(slots: list[int], hot_slots: int) -> list[int]:
-    """A permutation of 0..H-1: the row itself if it is one; see 'State repair' above."""
-    seen: set[int] = set()
-    kept: list[int] = []
-    for slot in reversed(slots):
-        if 0 <= slot < hot_slots and slot not in seen:
-            seen.add(slot)
-            kept.append(slot)
-    kept.reverse()
-    return [slot for slot in range(hot_slots) if slot not in seen] + kept
-
-
 @dataclass(slots=True)
 class _Column:
     """A top-k column after translation: its id g or -1, and the resident row that holds it already or -1."""
@@ -547,23 +517,16 @@ def _resolve_run(arguments: _Arguments, run: _Run) -> list[_Load]:
     if references > 0:
         lru_row = arguments.arrays["lru_slots"][run.state_row]
         dgi_row = arguments.arrays["device_global_indices"][run.state_row]
-        order = repaired_lru(lru_row.tolist(), len(lru_row))
-        held = dgi_row.tolist()
+        slots = partition(lru_row.tolist(), dgi_row.tolist(), first_reference)
+        missing = [g for g in first_reference if g not in slots.slot_of]
+        row_of = {g: hot_row(slot) for g, slot in slots.slot_of.items()}
 
-        # Walking from the oldest slot, a later copy of an id replaces an earlier one.
-        slot_of = {held[slot]: slot for slot in order if held[slot] in first_reference}
-        hit_slots = set(slot_of.values())
-        hits = [slot for slot in order if slot in hit_slots]
-        victims = [slot for slot in order if slot not in hit_slots]
-        missing = [g for g in first_reference if g not in slot_of]
-        row_of = {g: hot_row(slot) for g, slot in slot_of.items()}
-
-        for g, slot in zip(missing, victims, strict=False):
+        for g, slot in zip(missing, slots.victims, strict=False):
             row = hot_row(slot)
             row_of[g] = row
             loads.append(_Load(g, row, first_reference[g]))
             dgi_row[slot] = g if row >= 0 else -1
-        lru_row[:] = victims[len(loads) :] + victims[: len(loads)] + hits
+        lru_row[:] = slots.renewed(len(loads))
 
         stats = arguments.get("stats")
         if stats is not None:

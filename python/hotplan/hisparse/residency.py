@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from hotplan import jit
+from hotplan._backend import by_device
 from hotplan.plans import SwapPlan
 
 __all__ = [
@@ -62,21 +63,7 @@ class _Operators:
         self.invalidate_written_slots: Callable[..., Any] = module.get_function("invalidate_written_slots")
 
 
-_loaded: dict[str, _Operators] = {}
-
-
-def _operators(name: str, tensor: torch.Tensor) -> _Operators:
-    """The backend of the tensor that decides the device. What is no tensor meets the CPU backend's checks."""
-    if getattr(tensor, "is_cuda", False):
-        backend = "cuda"
-    elif getattr(tensor, "is_cpu", True):
-        backend = "cpu"
-    else:
-        raise ValueError(f"{name}: expected device cpu or cuda, got {tensor.device}")
-    operators = _loaded.get(backend)
-    if operators is None:
-        operators = _loaded.setdefault(backend, _Operators(backend))
-    return operators
+_operators = by_device(_Operators)
 
 
 def _checks_unions(hot_cache: torch.Tensor, max_union_rows: int | None) -> bool:

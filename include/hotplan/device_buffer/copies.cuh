@@ -1,0 +1,86 @@
+/// \file copies.cuh
+/// \brief Copies that are decided already: a recorded plan, all layers of a list of items; and the translation of
+/// slots.
+#pragma once
+
+#include <hotplan/device_buffer/items.cuh>
+#include <hotplan/hisparse/segment.cuh>
+
+namespace hotplan::device_buffer {
+
+inline constexpr uint32_t kPlannedThreads = 512;
+inline constexpr uint32_t kTransferThreads = 256;
+inline constexpr uint32_t kTranslateThreads = 256;
+
+/// The plans of a segment's rows as one.
+struct PlannedCopies {
+  using Rows = hisparse::Segment<kPlannedThreads, 1024>;
+
+  const PlannedCopyParams& p;
+  const Rows& segment;
+  uint32_t first_row;
+  uint32_t rows;
+
+  __device__ __forceinline__ ItemCopy at(uint32_t n) const {
+    const uint32_t row = segment.row_of(n, rows);
+    const int64_t at = (first_row + row) * p.plan_stride + (n - segment.start[row]);
+    return {p.miss_src[at], p.miss_dst[at]};
+  }
+};
+
+/// A grid of few blocks, which run beside a layer's compute on a side stream.
+__global__ void __launch_bounds__(kPlannedThreads, 1)
+    copy_planned_kernel(const __grid_constant__ PlannedCopyParams p, uint32_t segment_rows, uint32_t piece_bytes) {
+  __shared__ PlannedCopies::Rows segment;
+  constexpr uint32_t kWarps = kPlannedThreads / kWarp;
+#pragma unroll 1
+  for (uint32_t first_row = 0; first_row < p.rows; first_row += segment_rows) {
+    const uint32_t rows = min(segment_rows, p.rows - first_row);
+    __syncthreads();  // the last segment is read
+    const uint32_t total = segment.open(rows, [&](uint32_t row) { return listed(p, first_row + row); });
+    if (total == 0) continue;
+    copy_items<8>(
+        p.items, PlannedCopies{p, segment, first_row, rows}, total, piece_bytes,
+        blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
+  }
+}
+
+/// One layer's pages, at the caller's pointers.
+struct LayerItems {
+  const TransferParams& p;
+  const char* from;
+  char* to;
+
+  __device__ __forceinline__ Piece piece(uint32_t n, uint32_t byte) const {
+    const int64_t src = p.src_indices[n];
+    const int64_t dst = p.dst_indices[n];
+    if (src < 0 || dst < 0) return {nullptr, nullptr};
+    return {from + paged_offset(src, byte), to + paged_offset(dst, byte)};
+  }
+};
+
+/// A row of blocks for every layer.
+__global__ void __launch_bounds__(kTransferThreads) transfer_kernel(const __grid_constant__ TransferParams p) {
+  constexpr uint32_t kWarps = kTransferThreads / kWarp;
+#pragma unroll 1
+  for (uint32_t layer = blockIdx.y; layer < p.layers; layer += gridDim.y) {
+    const LayerItems items{
+        p, reinterpret_cast<const char*>(p.src_ptrs[layer]), reinterpret_cast<char*>(p.dst_ptrs[layer])};
+    hisparse::copy_rows<4>(
+        items, p.items, kPagedItemBytes, kScaleBytes, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
+  }
+}
+
+__global__ void __launch_bounds__(kTranslateThreads) translate_kernel(const __grid_constant__ TranslateParams p) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kTranslateThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kTranslateThreads + threadIdx.x; i < p.count; i += stride) {
+    const int64_t row = translated(p, i);
+    if (p.wide_out) {
+      static_cast<int64_t*>(p.out)[i] = row;
+    } else {
+      static_cast<int32_t*>(p.out)[i] = static_cast<int32_t>(row);
+    }
+  }
+}
+
+}  // namespace hotplan::device_buffer

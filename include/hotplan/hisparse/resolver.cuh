@@ -1,0 +1,505 @@
+/// \file resolver.cuh
+/// \brief The resolution of one set of columns against one LRU row, by a block or by all blocks of a cluster alike.
+///
+/// 1. Everything that is needed from global memory is asked for at once: what columns ask for, the LRU by position,
+/// what
+///    slots hold by slot. Meanwhile the tables are cleared.
+/// 2. Columns become ids and go into a hash set; the LRU marks the slots that it names.
+/// 3. Slots look their ids up: hits, by slot and by column. A slot without a mark betrays a corrupt LRU.
+/// 4. One scan numbers the hits along the LRU and the misses along the columns, and everything has its place: the m-th
+///    miss takes the m-th victim, the new LRU is a stable partition of the old one.
+/// 5. Outputs are written, and the rows copied where that is asked for.
+/// State that is corrupt shows in marks and counts that do not match; it is repaired then and step 4 done again.
+///
+/// Blocks of a cluster share the work of step 5 alone. They exchange nothing; a barrier keeps each from writing state
+/// that another still reads. So one request's copies have several SMs' worth of reads under way, in the same launch.
+///
+/// Where a set is small enough (Span::kTile) a thread keeps its columns and slots in registers all the way;
+/// the bound is instructions (NOTES.md), and loads and stores of shared memory were most of them.
+///
+/// An Addressing says what columns, slots and rows mean: residency in resolve.cuh, SGLang's tables in
+/// device_buffer/load.cuh.
+#pragma once
+
+#include <hotplan/hisparse/copy.cuh>
+#include <hotplan/hisparse/hot_set.cuh>
+#include <hotplan/hisparse/layout.h>
+#include <hotplan/hisparse/lru.cuh>
+
+#include <type_traits>
+
+namespace hotplan::hisparse {
+
+/// What a launch says about a resolution, beside the family's params.
+struct SetLaunch {
+  uint32_t cluster_log2;  // blocks per set
+  bool vector_columns;    // rows of columns, of the LRU and of held ids can be read a pack at a time
+  bool vector_lru;
+  bool vector_held;
+  bool vector_out;  // and rows of outputs be written
+  bool copy;
+  char* workspace;  // wide: layout.bytes for every block
+  SetLayout layout;
+};
+
+template <typename Addressing, Span kSpan>
+struct Resolver {
+  static constexpr bool kTile = kSpan == Span::kTile;
+  static constexpr bool kWide = kSpan == Span::kWide;
+  static constexpr uint32_t kThreads = kResolveThreads;
+  using Index = std::conditional_t<kWide, uint32_t, uint16_t>;
+  using Word = std::conditional_t<kWide, uint64_t, uint32_t>;
+  using LruSlot = typename Addressing::LruSlot;
+  using Source = typename Addressing::Source;
+  using Columns = Pack<int32_t, kColumnPack>;
+  using Slots = Pack<uint16_t, kSlotPack>;
+  using Held = Pack<int32_t, kSlotPack>;
+
+  // What stands in slot_of: a slot that is hit, a miss's number with a mark, none, or that the column is to have none.
+  static constexpr Index kNone = static_cast<Index>(~Index{0});
+  static constexpr Index kNowhere = static_cast<Index>(kNone - 1);
+  static constexpr Index kMissed = static_cast<Index>(Index{1} << (sizeof(Index) * 8 - 1));
+
+  /// A thread's own elements: all that it has (kTile), or the first pack of each, which is asked for early.
+  struct Own {
+    Columns id;
+    Slots order;
+    Held held;
+    Source source[kColumnPack];
+    uint32_t hits;  // a bit per slot of `order`
+  };
+
+  const Addressing& a;
+  const SetLaunch& launch;
+  uint32_t rank;  // of the block among those of its cluster
+  int32_t* ids;
+  Index* slot_of;
+  uint16_t* new_order;
+  uint16_t* victims;
+  Source* sources;
+  Lru lru;
+  HotSet<Index> set;
+  WarpTotals<Word>* totals;
+
+  __device__ __forceinline__
+  Resolver(const Addressing& addressing, const SetLaunch& how, char* memory, uint32_t cluster_rank)
+      : a(addressing), launch(how), rank(cluster_rank) {
+    const SetLayout& l = how.layout;
+    ids = reinterpret_cast<int32_t*>(memory + l.ids);
+    slot_of = reinterpret_cast<Index*>(memory + l.slot_of);
+    new_order = reinterpret_cast<uint16_t*>(memory + l.new_order);
+    victims = reinterpret_cast<uint16_t*>(memory + l.victims);
+    sources = reinterpret_cast<Source*>(memory + l.sources);
+    lru.slots = a.slots();
+    lru.order = reinterpret_cast<uint16_t*>(memory + l.order);
+    lru.position_of = new_order;
+    lru.flags = reinterpret_cast<uint8_t*>(memory + l.flags);
+    set.keys = reinterpret_cast<int32_t*>(memory + l.keys);
+    set.columns = reinterpret_cast<Index*>(memory + l.columns);
+    set.ids = ids;
+    set.homes = reinterpret_cast<Index*>(memory + l.homes);
+    set.home_count = l.home_count;
+    set.spill_size = l.spill_size;
+    totals = reinterpret_cast<WarpTotals<Word>*>(memory + l.totals);
+  }
+
+  // --------------------------------------------------------------------------------------------------------- elements
+
+  __device__ __forceinline__ uint32_t column_packs() const {
+    return div_ceil(a.columns(), kColumnPack);
+  }
+  __device__ __forceinline__ uint32_t slot_packs() const {
+    return div_ceil(a.slots(), kSlotPack);
+  }
+  __device__ __forceinline__ uint32_t blocks() const {
+    return 1u << launch.cluster_log2;
+  }
+  /// Whether this warp's part of the results is this block's to write.
+  __device__ __forceinline__ bool mine() const {
+    return (threadIdx.x / kWarp & (blocks() - 1)) == rank;
+  }
+
+  /// body(pack), in any order.
+  template <typename Body>
+  __device__ __forceinline__ void for_packs(uint32_t count, Body&& body) const {
+    if constexpr (kTile) {
+      if (threadIdx.x < count) body(threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < count; i += kThreads) body(i);
+    }
+  }
+
+  /// body(pack) for neighbouring packs, as a scan needs them.
+  template <typename Body>
+  __device__ __forceinline__ void for_own_packs(uint32_t count, Body&& body) const {
+    if constexpr (kTile) {
+      if (threadIdx.x < count) body(threadIdx.x);
+    } else {
+      for_neighbours<kThreads>(count, body);
+    }
+  }
+
+  __device__ __forceinline__ Columns id_pack(const Own& own, uint32_t i) const {
+    return kTile ? own.id : pack_at<kColumnPack>(ids, i);
+  }
+  __device__ __forceinline__ Slots order_pack(const Own& own, uint32_t i) const {
+    return kTile ? own.order : pack_at<kSlotPack>(lru.order, i);
+  }
+  __device__ __forceinline__ Held load_held(uint32_t i) const {
+    return load_pack<kSlotPack>(a.held(), i, a.slots(), launch.vector_held);
+  }
+  __device__ __forceinline__ uint32_t hits_of(const Slots& slot) const {
+    uint32_t hits = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < kSlotPack; ++j) {
+      if (slot.x[j] < a.slots()) hits |= static_cast<uint32_t>(lru.flags[slot.x[j]]) << j;
+    }
+    return hits;
+  }
+
+  __device__ __forceinline__ void fill_slot_of(Index x) const {
+    for_packs(column_packs(), [&](uint32_t i) { pack_at<kColumnPack>(slot_of, i) = {{x, x}}; });
+  }
+
+  __device__ __forceinline__ Slots load_order(uint32_t i) const {
+    const auto from = load_pack<kSlotPack>(a.lru(), i, a.slots(), launch.vector_lru);
+    Slots to;
+#pragma unroll
+    for (uint32_t j = 0; j < kSlotPack; ++j) to.x[j] = Lru::checked(from.x[j]);
+    return to;
+  }
+
+  // --------------------------------------------------------------------------------------------------------- 1. loads
+
+  __device__ __forceinline__ void start(Own& own) const {
+    own.id = threadIdx.x < column_packs() ? a.tokens(threadIdx.x) : Columns{{-1, -1}};
+    if (threadIdx.x < slot_packs()) own.order = load_order(threadIdx.x);
+    if (threadIdx.x < slot_packs()) own.held = load_held(threadIdx.x);
+    a.template load_rows<!kWide>();
+    set.template clear<kThreads>();
+    fill_slot_of(kNone);
+    lru.clear_flags();
+    if constexpr (!kTile) {
+      // Four packs under way at a time.
+      constexpr uint32_t kBatch = kWide ? 1 : 4;
+      if (threadIdx.x < slot_packs()) pack_at<kSlotPack>(lru.order, threadIdx.x) = own.order;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x + kThreads; i < slot_packs(); i += kBatch * kThreads) {
+        Slots batch[kBatch];
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+          if (i + b * kThreads < slot_packs()) batch[b] = load_order(i + b * kThreads);
+        }
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+          if (i + b * kThreads < slot_packs()) pack_at<kSlotPack>(lru.order, i + b * kThreads) = batch[b];
+        }
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------- 2. columns and marks
+
+  /// Columns -> ids, which claim their homes; own.id holds the first tokens. Returns whether any of this thread's is
+  /// pending.
+  __device__ __forceinline__ bool claim_homes(Own& own) const {
+    bool pending = false;
+    uint32_t valid = 0;
+    Columns next = own.id;
+    for_packs(column_packs(), [&](uint32_t i) {
+      const Columns token = next;
+      if (!kTile && i + kThreads < column_packs()) next = a.tokens(i + kThreads);
+      Columns id;
+      valid += a.locate(i * kColumnPack, token.x, id.x, mine());
+      own.id = id;
+      pack_at<kColumnPack>(ids, i) = id;
+      set.claim(id.x, i * kColumnPack);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) pending |= id.x[j] >= 0;
+    });
+    a.count_valid(valid);
+    return pending;
+  }
+
+  /// Returns whether one of this thread's ids is another column's, too.
+  __device__ __forceinline__ bool settle(const Own& own) const {
+    bool duplicate = false;
+    for_packs(column_packs(), [&](uint32_t i) { duplicate |= set.settle(id_pack(own, i).x, i * kColumnPack); });
+    return duplicate;
+  }
+
+  __device__ __forceinline__ void mark_named_slots(const Own& own) const {
+    for_packs(slot_packs(), [&](uint32_t i) {
+      const Slots slot = order_pack(own, i);
+#pragma unroll
+      for (uint32_t j = 0; j < kSlotPack; ++j) {
+        if (slot.x[j] < a.slots()) lru.flags[slot.x[j]] = 1;
+      }
+    });
+  }
+
+  /// The first column that names an id owns it; the others point to it.
+  __device__ __forceinline__ void resolve_duplicates(Own& own) const {
+    for_packs(column_packs(), [&](uint32_t i) {
+      const Columns id = id_pack(own, i);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
+        if (id.x[j] >= 0) atomic_min(set.place_of(id.x[j]), i * kColumnPack + j);
+      }
+    });
+    __syncthreads();
+    for_packs(column_packs(), [&](uint32_t i) {
+      Columns id = id_pack(own, i);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
+        if (id.x[j] < 0) continue;
+        const uint32_t owner = *set.place_of(id.x[j]);
+        if (owner != i * kColumnPack + j) id.x[j] = -2 - static_cast<int32_t>(owner);
+      }
+      if constexpr (kTile) {
+        own.id = id;
+      } else {
+        pack_at<kColumnPack>(ids, i) = id;
+      }
+    });
+  }
+
+  // ---------------------------------------------------------------------------------------------------------- 3. slots
+
+  /// Slots -> hits, in the place of the marks. Returns whether one of this thread's slots had no mark.
+  __device__ __forceinline__ bool mark_hits(const Own& own) const {
+    bool missing = false;
+    Held next = own.held;
+    for_packs(slot_packs(), [&](uint32_t i) {
+      const Held held = next;
+      if (!kTile && i + kThreads < slot_packs()) next = load_held(i + kThreads);
+      missing |= lru.marks(i) != lru.all_marks(i);
+      uint32_t column[kSlotPack];
+      set.find(held.x, column);
+      uint32_t hits = 0;
+#pragma unroll
+      for (uint32_t j = 0; j < kSlotPack; ++j) {
+        if (column[j] == HotSet<Index>::kNone) continue;
+        slot_of[column[j]] = static_cast<Index>(i * kSlotPack + j);
+        hits |= 1u << 8 * j;
+      }
+      lru.marks(i) = hits;
+    });
+    return missing;
+  }
+
+  // --------------------------------------------------------------------------------------------------- 4. numbers
+
+  /// Numbers of hits by position and misses by column; sums of columns that are pending and of those that are hit.
+  __device__ __forceinline__ Scanned<Word> count(Own& own) const {
+    uint32_t hits = 0;
+    uint32_t misses = 0;
+    uint32_t pending = 0;
+    uint32_t found = 0;
+    for_own_packs(slot_packs(), [&](uint32_t i) {
+      own.hits = hits_of(order_pack(own, i));
+      hits += __popc(own.hits);
+    });
+    for_own_packs(column_packs(), [&](uint32_t i) {
+      const Columns id = id_pack(own, i);
+      const Pack<Index, kColumnPack> at = pack_at<kColumnPack>(slot_of, i);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
+        pending += id.x[j] != -1;
+        if (id.x[j] < 0) continue;
+        found += at.x[j] != kNone;
+        if (at.x[j] != kNone) continue;
+        if (a.source(id.x[j], own.source[j])) {
+          ++misses;
+        } else {
+          slot_of[i * kColumnPack + j] = kNowhere;
+        }
+      }
+    });
+    return block_scan<kThreads>(Pair<Word>::of(hits, misses), Pair<Word>::of(pending, found), *totals);
+  }
+
+  /// Corrupt state: the LRU becomes a permutation, and of an id's copies the most recently used one is the hit.
+  __device__ __forceinline__ void repair(Own& own, bool corrupt) const {
+    if constexpr (kTile) {
+      if (threadIdx.x < slot_packs()) pack_at<kSlotPack>(lru.order, threadIdx.x) = own.order;
+      __syncthreads();
+    }
+    if (corrupt) {
+      lru.repair(*totals);
+    } else {
+      lru.invert();
+    }
+    lru.clear_flags();
+    fill_slot_of(0);
+    __syncthreads();
+    for_packs(slot_packs(), [&](uint32_t i) {
+      const Held held = kTile ? own.held : load_held(i);
+      uint32_t column[kSlotPack];
+      set.find(held.x, column);
+#pragma unroll
+      for (uint32_t j = 0; j < kSlotPack; ++j) {
+        if (column[j] == HotSet<Index>::kNone) continue;
+        atomic_max(slot_of + column[j], lru.position_of[i * kSlotPack + j] + 1u);
+      }
+    });
+    __syncthreads();
+    for_packs(column_packs(), [&](uint32_t i) {
+#pragma unroll 1
+      for (uint32_t q = i * kColumnPack; q < (i + 1) * kColumnPack; ++q) {
+        const uint32_t after = slot_of[q];
+        const uint32_t slot = after == 0 ? 0 : lru.order[after - 1];
+        if (after != 0) lru.flags[slot] = 1;
+        slot_of[q] = after == 0 ? kNone : static_cast<Index>(slot);
+      }
+    });
+    if constexpr (kTile) {
+      if (threadIdx.x < slot_packs()) own.order = pack_at<kSlotPack>(lru.order, threadIdx.x);
+    }
+    __syncthreads();
+  }
+
+  /// The new order, and the victims that take misses.
+  __device__ __forceinline__ void partition(const Own& own, const Partition& target, uint32_t hits_before) const {
+    for_own_packs(slot_packs(), [&](uint32_t i) {
+      const Slots slot = order_pack(own, i);
+      const uint32_t hits = kTile ? own.hits : hits_of(slot);
+#pragma unroll
+      for (uint32_t j = 0; j < kSlotPack; ++j) {
+        const uint32_t p = i * kSlotPack + j;
+        if (p >= a.slots()) break;
+        const bool hit = hits >> j & 1;
+        const uint32_t v = p - hits_before;
+        new_order[hit ? target.of_hit(hits_before) : target.of_victim(v)] = slot.x[j];
+        if (!hit && v < target.loads) victims[v] = slot.x[j];
+        hits_before += hit;
+      }
+    });
+  }
+
+  /// Numbers the misses that are copied: m and on are this thread's.
+  __device__ __forceinline__ void number_misses(Own& own, uint32_t m, uint32_t copies) const {
+    for_own_packs(column_packs(), [&](uint32_t i) {
+      const Columns id = id_pack(own, i);
+      const Pack<Index, kColumnPack> at = pack_at<kColumnPack>(slot_of, i);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
+        if (id.x[j] < 0 || at.x[j] != kNone) continue;
+        if (m < copies) {
+          if (!kTile) a.source(id.x[j], own.source[j]);
+          slot_of[i * kColumnPack + j] = static_cast<Index>(kMissed | m);
+          sources[m] = own.source[j];
+        }
+        ++m;
+      }
+    });
+  }
+
+  // --------------------------------------------------------------------------------------------------- 5. results
+
+  /// The device row of miss m.
+  __device__ __forceinline__ int32_t row_of_miss(uint32_t m, uint32_t loads) const {
+    if constexpr (Addressing::kSpare) {
+      if (m >= loads) return a.spare_row(m - loads);
+    }
+    return a.row_of_slot(victims[m]);
+  }
+
+  /// Rows of pending columns, and with those that own a miss its copy and the slot's new id.
+  __device__ __forceinline__ void write_columns(const Own& own, uint32_t loads) const {
+    for_packs(column_packs(), [&](uint32_t i) {
+      const Columns id = id_pack(own, i);
+      Pack<Index, kColumnPack> at = pack_at<kColumnPack>(slot_of, i);
+      Columns row;
+      uint32_t pending = 0;  // a bit per column
+      uint32_t copied = 0;
+#pragma unroll
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
+        if (id.x[j] < -1) [[unlikely]]
+          at.x[j] = slot_of[-2 - id.x[j]];
+        if (id.x[j] == -1) at.x[j] = kNone;
+        pending |= static_cast<uint32_t>(id.x[j] != -1) << j;
+        row.x[j] = at.x[j] < kMissed ? a.row_of_slot(at.x[j]) : -1;
+        if (at.x[j] < kMissed || at.x[j] >= kNowhere) continue;
+        const uint32_t m = at.x[j] & static_cast<Index>(~kMissed);
+        row.x[j] = row_of_miss(m, loads);
+        if (id.x[j] < 0) continue;
+        copied |= static_cast<uint32_t>(row.x[j] >= 0) << j;
+        if (m < loads) a.held()[victims[m]] = row.x[j] >= 0 ? id.x[j] : -1;
+        a.write_miss(m, id.x[j], sources[m], row.x[j], i * kColumnPack + j);
+      }
+      a.write_columns(i * kColumnPack, row.x, pending, copied);
+    });
+  }
+
+  __device__ __forceinline__ void write_lru() const {
+    LruSlot* const to = a.lru();
+    for_packs(slot_packs(), [&](uint32_t i) {
+      const Slots slot = pack_at<kSlotPack>(new_order, i);
+      Pack<LruSlot, kSlotPack> pack;
+#pragma unroll
+      for (uint32_t j = 0; j < kSlotPack; ++j) pack.x[j] = static_cast<LruSlot>(slot.x[j]);
+      store_pack(to, i, a.slots(), launch.vector_lru, pack);
+    });
+  }
+
+  /// Copy m, for Addressing::copy.
+  struct Copies {
+    const Resolver& r;
+    uint32_t loads;
+
+    __device__ __forceinline__ auto at(uint32_t m) const {
+      return r.a.copy_of(r.sources[m], r.row_of_miss(m, loads));
+    }
+  };
+
+  __device__ __forceinline__ void resolve() const {
+    Own own;
+    start(own);
+    async_wait();  // what load_rows has asked for
+    __syncthreads();
+    const bool pending = claim_homes(own);
+    mark_named_slots(own);
+    if (!__syncthreads_or(pending)) {
+      a.write_counts(rank, blocks(), 0);
+      return;
+    }
+    if (__syncthreads_or(settle(own))) [[unlikely]]
+      resolve_duplicates(own);
+
+    const bool corrupt = __syncthreads_or(mark_hits(own));
+    // Where the slots that are hit are not as many as the ids found in them, an id has several slots.
+    Scanned<Word> scanned;
+#pragma unroll 1
+    for (bool repaired = false;; repaired = true) {
+      scanned = count(own);
+      if (repaired || (!corrupt && scanned.total.first() == scanned.sum.second())) [[likely]]
+        break;
+      repair(own, corrupt);
+    }
+    if (launch.cluster_log2 != 0) cluster_arrive();  // this block has read the state
+    const uint32_t hits = scanned.total.first();
+    const uint32_t misses = scanned.total.second();
+    const Partition target{a.slots(), hits, min(misses, a.slots() - hits)};
+    uint32_t copies = target.loads;
+    if constexpr (Addressing::kSpare) copies = min(misses, copies + a.spare());
+    partition(own, target, scanned.before.first());
+    number_misses(own, scanned.before.second(), copies);
+    __syncthreads();
+    if (launch.cluster_log2 != 0) cluster_wait();
+
+    if (mine()) {
+      write_columns(own, target.loads);
+      write_lru();
+    }
+    a.write_counts(rank, blocks(), copies);
+    a.add_stats(rank, scanned.sum.first() - misses, misses);
+    if (launch.copy && copies > 0) {
+      constexpr uint32_t kWarps = kThreads / kWarp;
+      a.copy(Copies{*this, target.loads}, copies, rank * kWarps + threadIdx.x / kWarp, kWarps * blocks());
+    }
+  }
+};
+
+}  // namespace hotplan::hisparse
