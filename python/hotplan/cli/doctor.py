@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -316,16 +318,69 @@ def _print(found: dict[str, Any]) -> None:
     console.print(works if found["ok"] else broken)
 
 
+def diagnose_sglang() -> dict[str, Any]:
+    """Everything that `hotplan doctor --sglang` prints. A process of its own loads the plugins, as a server does."""
+    if importlib.util.find_spec("sglang") is None:
+        return {"ok": False, "error": "SGLang is not installed in this environment", "targets": []}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "report.json")
+        code = f"from hotplan.integrations.sglang import write_report; write_report({str(path)!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if not path.exists():
+            return {"ok": False, "error": f"SGLang does not start here:\n{done.stdout.strip()}", "targets": []}
+        report = json.loads(path.read_text())
+    families = report["families"]
+    wanted = [row for row in report["targets"] if families is None or row["family"] in families]
+    return {**report, "ok": all(row["served"] for row in wanted), "log": done.stdout.strip()}
+
+
+def _print_sglang(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if "error" in found:
+        console.print(f"[bold red]![/] {escape(found['error'])}", soft_wrap=True)
+        return
+    families = found["families"]
+    enabled = "unknown" if families is None else " and ".join(families) or "off"
+    table = Table(title=f"SGLang {found['version']}, families: {enabled}", title_justify="left", title_style="bold")
+    table.box, table.pad_edge = None, False
+    table.add_column("  SGLang's function", style="cyan", no_wrap=True)
+    table.add_column("served by")
+    table.add_column("why")
+    reasons = list(dict.fromkeys(row["why_not"] for row in found["targets"] if row["why_not"]))
+    for row in found["targets"]:
+        who = "[green]hotplan[/]" if row["served"] else "SGLang" if row["found"] else "nobody"
+        why = escape(f"[{1 + reasons.index(row['why_not'])}]") if row["why_not"] else ""
+        table.add_row("  " + row["target"].removeprefix("sglang.kernels.ops."), who, why)
+    console.print(table)
+    for number, reason in enumerate(reasons, 1):
+        console.print(escape(f"[{number}] {reason}"), soft_wrap=True)
+    if found["ok"]:
+        console.print("[green]everything that is enabled is served by hotplan[/]" if families else "nothing is enabled")
+        return
+    if any("its log" in reason for reason in reasons) and found["log"]:
+        console.print("[bold]Log[/]")
+        console.print(escape(found["log"]), soft_wrap=True)
+    console.print("[bold red]not everything that is enabled is served by hotplan[/]")
+
+
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool) -> None:
+@click.option("--sglang", is_flag=True, help="Load SGLang's plugins and say which of its functions hotplan serves.")
+def doctor(as_json: bool, sglang: bool) -> None:
     """Print versions, compilers, cache and GPUs, and what would go wrong.
 
-    Exit status 0 if the CPU backend can be used and, where a GPU is visible, the CUDA backend; 1 otherwise.
+    Exit status 0 if the CPU backend can be used and, where a GPU is visible, the CUDA backend; with --sglang, if all
+    functions of the enabled families are served; 1 otherwise.
     """
-    found = diagnose()
+    found = diagnose_sglang() if sglang else diagnose()
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        _print(found)
+        (_print_sglang if sglang else _print)(found)
     sys.exit(0 if found["ok"] else 1)
