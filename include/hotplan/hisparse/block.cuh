@@ -144,11 +144,11 @@ __device__ __forceinline__ Scanned<Word> block_scan(Pair<Word> own, Pair<Word> o
     totals.sum[warp] = sum;
   }
   __syncthreads();
-  const Word all = warp_scan(lane < kWarps ? totals.scan[lane] : Word{0}, lane);
-  const Word before = __shfl_sync(kFullMask, all, warp == 0 ? 0 : warp - 1);
+  // Three sums instead of another scan, which is five dependent steps.
+  const Word total = lane < kWarps ? totals.scan[lane] : Word{0};
   Scanned<Word> result;
-  result.before.word = inclusive - own.word + (warp == 0 ? Word{0} : before);
-  result.total.word = __shfl_sync(kFullMask, all, kWarps - 1);
+  result.before.word = inclusive - own.word + warp_sum(lane < warp ? total : Word{0});
+  result.total.word = warp_sum(total);
   result.sum.word = warp_sum(lane < kWarps ? totals.sum[lane] : Word{0});
   return result;
 }

@@ -38,31 +38,28 @@ struct SetShape {
 
 /// Byte offsets.
 struct SetLayout {
-  uint32_t home_count = 0;
-  uint32_t spill_size = 0;
-  uint32_t ids = 0;        // int32 [Q]: the id of an owner, -1, or -2 - owner for another column with its id
-  uint32_t slot_of = 0;    // Index [Q]
-  uint32_t order = 0;      // uint16 [H]
-  uint32_t new_order = 0;  // uint16 [H]; in a repair the inverse of the order
-  uint32_t flags = 0;      // uint8 [H], by slot
+  uint32_t table_size = 0;  // entries of the hash table
+  uint32_t ids = 0;         // int32 [Q]: the id of an owner, -1, or -2 - owner for another column with its id
+  uint32_t slot_of = 0;     // Index [Q]
+  uint32_t order = 0;       // uint16 [H]
+  uint32_t new_order = 0;   // uint16 [H]; in a repair the inverse of the order
+  uint32_t flags = 0;       // uint8 [H], by slot
   uint32_t totals = 0;
   uint32_t own = 0;
-  uint32_t homes = 0;    // Index [home_count]
-  uint32_t keys = 0;     // int32 [spill_size]
-  uint32_t columns = 0;  // Index [spill_size]
-  // In the place of homes and spill, once nobody asks them any more:
+  uint32_t keys = 0;     // int32 [table_size]
+  uint32_t columns = 0;  // Index [table_size]
+  // In the table's place, once nobody asks it any more:
   uint32_t victims = 0;  // uint16 [min(Q, H)]
   uint32_t sources = 0;  // [min(Q, H + spare)]
   uint32_t bytes = 0;
 };
 
-inline SetLayout set_layout(const SetShape& shape, uint32_t home_count, uint32_t spill_size, bool wide) {
+inline SetLayout set_layout(const SetShape& shape, uint32_t table_size, bool wide) {
   const uint32_t q = div_ceil(shape.columns, kColumnPack) * kColumnPack;
   const uint32_t h = div_ceil(shape.slots, kSlotPack) * kSlotPack;
   const uint32_t index = wide ? 4 : 2;
   SetLayout l;
-  l.home_count = home_count;
-  l.spill_size = spill_size;
+  l.table_size = table_size;
   const auto take = [](uint32_t& at, uint32_t bytes) {
     const uint32_t begin = at;
     at += div_ceil(bytes, 16u) * 16;
@@ -77,9 +74,8 @@ inline SetLayout set_layout(const SetShape& shape, uint32_t home_count, uint32_t
   l.totals = take(at, 2 * 32 * 8 + 16);
   l.own = take(at, shape.own_bytes);
   uint32_t other = at;
-  l.homes = take(at, index * home_count);
-  l.keys = take(at, 4 * spill_size);
-  l.columns = take(at, index * spill_size);
+  l.keys = take(at, 4 * table_size);
+  l.columns = take(at, index * table_size);
   l.victims = take(other, 2 * min_of(q, h));
   l.sources = take(other, shape.source_bytes * min_of(q, h + shape.spare));
   l.bytes = max_of(at, other);
@@ -91,18 +87,18 @@ struct SetPlan {
   SetLayout layout;
 };
 
-/// As many homes as fit: eight per id or down to two.
+/// The roomiest table that fits: eight entries per id or down to two.
 inline SetPlan plan_set(const SetShape& shape, uint32_t shared_bytes) {
-  uint32_t spill_size = 8;
-  while (spill_size < 2 * shape.columns) spill_size *= 2;
+  uint32_t size = 4;
+  while (size < 2 * shape.columns) size *= 2;
   if (shape.columns <= kMaxNarrowColumns) {
     const bool tile = shape.columns <= kTileColumns && shape.slots <= kTileSlots;
     for (const uint32_t roomier : {4u, 2u, 1u}) {
-      const SetLayout l = set_layout(shape, spill_size * roomier, spill_size, false);
+      const SetLayout l = set_layout(shape, size * roomier, false);
       if (l.bytes <= shared_bytes) return {tile ? Span::kTile : Span::kLoop, l};
     }
   }
-  return {Span::kWide, set_layout(shape, spill_size, spill_size, true)};
+  return {Span::kWide, set_layout(shape, size, true)};
 }
 
 }  // namespace hotplan::hisparse

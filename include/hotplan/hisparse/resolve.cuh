@@ -222,13 +222,11 @@ struct Residency {
   /// Counts of the run's rows, and the plan's invalid rows.
   __device__ __forceinline__ void write_counts(uint32_t rank, uint32_t blocks, uint32_t loads) const {
     const uint32_t top_k = p.top_k.divisor;
-    if (p.swap_counts || p.valid) {
 #pragma unroll 1
-      for (uint32_t i = threadIdx.x; rank == 0 && i < run.rows; i += kResolveThreads) {
-        const uint32_t before = min(loads, i * top_k);
-        if (p.swap_counts) p.swap_counts[row + i] = static_cast<int32_t>(min(loads - before, top_k));
-        if (p.valid) p.valid[(row + i) * p.valid_stride] = static_cast<int32_t>(valid[i]);
-      }
+    for (uint32_t i = threadIdx.x; rank == 0 && i < run.rows; i += kResolveThreads) {
+      const uint32_t before = min(loads, i * top_k);
+      if (p.swap_counts) p.swap_counts[row + i] = static_cast<int32_t>(min(loads - before, top_k));
+      if (p.valid) p.valid[(row + i) * p.valid_stride] = static_cast<int32_t>(valid[i]);
     }
     if (p.plan) {
       const uint32_t stride = kResolveThreads * blocks;
@@ -240,7 +238,7 @@ struct Residency {
   }
 
   __device__ __forceinline__ void add_stats(uint32_t rank, uint32_t hits, uint32_t misses) const {
-    if (p.stats == nullptr || rank != 0 || threadIdx.x != 0) return;
+    if (threadIdx.x != 0 || rank != 0 || p.stats == nullptr) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(p.stats), static_cast<unsigned long long>(hits));
     atomicAdd(reinterpret_cast<unsigned long long*>(p.stats) + 1, static_cast<unsigned long long>(misses));
   }

@@ -4,7 +4,7 @@
 /// 1. Everything that is needed from global memory is asked for at once: what columns ask for, the LRU by position,
 /// what
 ///    slots hold by slot. Meanwhile the tables are cleared.
-/// 2. Columns become ids and go into a hash set; the LRU marks the slots that it names.
+/// 2. Columns become ids and go into a hash table; the LRU marks the slots that it names.
 /// 3. Slots look their ids up: hits, by slot and by column. A slot without a mark betrays a corrupt LRU.
 /// 4. One scan numbers the hits along the LRU and the misses along the columns, and everything has its place: the m-th
 ///    miss takes the m-th victim, the new LRU is a stable partition of the old one.
@@ -80,6 +80,7 @@ struct Resolver {
   Lru lru;
   HotSet<Index> set;
   WarpTotals<Word>* totals;
+  uint32_t* has_duplicates;
 
   __device__ __forceinline__
   Resolver(const Addressing& addressing, const SetLaunch& how, char* memory, uint32_t cluster_rank)
@@ -96,11 +97,9 @@ struct Resolver {
     lru.flags = reinterpret_cast<uint8_t*>(memory + l.flags);
     set.keys = reinterpret_cast<int32_t*>(memory + l.keys);
     set.columns = reinterpret_cast<Index*>(memory + l.columns);
-    set.ids = ids;
-    set.homes = reinterpret_cast<Index*>(memory + l.homes);
-    set.home_count = l.home_count;
-    set.spill_size = l.spill_size;
+    set.size = l.table_size;
     totals = reinterpret_cast<WarpTotals<Word>*>(memory + l.totals);
+    has_duplicates = reinterpret_cast<uint32_t*>(memory + l.totals + sizeof(WarpTotals<Word>));
   }
 
   // --------------------------------------------------------------------------------------------------------- elements
@@ -177,9 +176,10 @@ struct Resolver {
     if (threadIdx.x < slot_packs()) own.order = load_order(threadIdx.x);
     if (threadIdx.x < slot_packs()) own.held = load_held(threadIdx.x);
     a.template load_rows<!kWide>();
-    set.template clear<kThreads>();
+    set.clear();
     fill_slot_of(kNone);
     lru.clear_flags();
+    if (threadIdx.x == 0) *has_duplicates = 0;
     if constexpr (!kTile) {
       // Four packs under way at a time.
       constexpr uint32_t kBatch = kWide ? 1 : 4;
@@ -201,10 +201,10 @@ struct Resolver {
 
   // ---------------------------------------------------------------------------------------------- 2. columns and marks
 
-  /// Columns -> ids, which claim their homes; own.id holds the first tokens. Returns whether any of this thread's is
-  /// pending.
-  __device__ __forceinline__ bool claim_homes(Own& own) const {
+  /// Columns -> ids, and into the set; own.id holds the first tokens. Returns whether any of this thread's is pending.
+  __device__ __forceinline__ bool insert_columns(Own& own) const {
     bool pending = false;
+    bool duplicate = false;
     uint32_t valid = 0;
     Columns next = own.id;
     for_packs(column_packs(), [&](uint32_t i) {
@@ -212,21 +212,18 @@ struct Resolver {
       if (!kTile && i + kThreads < column_packs()) next = a.tokens(i + kThreads);
       Columns id;
       valid += a.locate(i * kColumnPack, token.x, id.x, mine());
-      own.id = id;
-      pack_at<kColumnPack>(ids, i) = id;
-      set.claim(id.x, i * kColumnPack);
+      if constexpr (kTile) {
+        own.id = id;
+      } else {
+        pack_at<kColumnPack>(ids, i) = id;
+      }
 #pragma unroll
       for (uint32_t j = 0; j < kColumnPack; ++j) pending |= id.x[j] >= 0;
+      duplicate |= set.insert(id.x, i * kColumnPack);
     });
     a.count_valid(valid);
+    if (duplicate) atomicOr(has_duplicates, 1u);
     return pending;
-  }
-
-  /// Returns whether one of this thread's ids is another column's, too.
-  __device__ __forceinline__ bool settle(const Own& own) const {
-    bool duplicate = false;
-    for_packs(column_packs(), [&](uint32_t i) { duplicate |= set.settle(id_pack(own, i).x, i * kColumnPack); });
-    return duplicate;
   }
 
   __device__ __forceinline__ void mark_named_slots(const Own& own) const {
@@ -459,13 +456,13 @@ struct Resolver {
     start(own);
     async_wait();  // what load_rows has asked for
     __syncthreads();
-    const bool pending = claim_homes(own);
+    const bool pending = insert_columns(own);
     mark_named_slots(own);
     if (!__syncthreads_or(pending)) {
       a.write_counts(rank, blocks(), 0);
       return;
     }
-    if (__syncthreads_or(settle(own))) [[unlikely]]
+    if (*has_duplicates) [[unlikely]]
       resolve_duplicates(own);
 
     const bool corrupt = __syncthreads_or(mark_hits(own));
