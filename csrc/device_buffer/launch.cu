@@ -54,8 +54,9 @@ Status launch_load(const SwapInParams& p, const SetPlan& plan, const Device& d, 
   const uint32_t lru_bytes = sizeof(typename Request<kSteps>::LruSlot);
   const bool whole_columns = p.columns.divisor % kColumnPack == 0;
   const bool whole_slots = p.slots % kSlotPack == 0;
-  set.vector_columns = whole_columns && can_vectorize(p.top_k, p.top_k_stride[0] * 4, 4 * kColumnPack);
-  set.vector_out = whole_columns && can_vectorize(p.out, p.out_stride[0] * 4, 4 * kColumnPack);
+  set.vector_columns =
+      whole_columns && can_vectorize(p.top_k, (p.top_k_stride[0] | p.top_k_stride[1]) * 4, 4 * kColumnPack);
+  set.vector_out = whole_columns && can_vectorize(p.out, (p.out_stride[0] | p.out_stride[1]) * 4, 4 * kColumnPack);
   set.vector_lru = whole_slots && can_vectorize(p.lru, p.lru_stride * lru_bytes, lru_bytes * kSlotPack);
   set.vector_held = whole_slots && can_vectorize(p.tokens, p.buffer_stride * 4, 4 * kSlotPack);
   if (plan.span != Span::kWide) {
@@ -108,7 +109,7 @@ Status run_planned_copy(const PlannedCopyParams& p, Queue queue) {
       static_cast<uint32_t>(kMaxInt32) / p.capacity, 1, min_of(PlannedCopies::Rows::kMostRows, p.rows));
   // More blocks than that would find no work, even if all were misses.
   const uint32_t pieces = piece_bytes(p.items);
-  const int64_t most = int64_t{copied_bytes(p.items)} / pieces * p.capacity * segment_rows;
+  const int64_t most = int64_t{div_ceil(copied_bytes(p.items), pieces)} * p.capacity * segment_rows;
   const int64_t blocks = min_of<int64_t>(p.blocks, div_ceil<int64_t>(most, kPlannedThreads));
   return LaunchKernel(static_cast<uint32_t>(blocks), kPlannedThreads, stream_of(queue))(
       copy_planned_kernel, p, segment_rows, pieces);
@@ -117,7 +118,7 @@ Status run_planned_copy(const PlannedCopyParams& p, Queue queue) {
 Status run_transfer(const TransferParams& p, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
-  constexpr uint32_t kPieces = kPagedItemBytes / kScaleBytes;
+  constexpr uint32_t kPieces = div_ceil(kPagedItemBytes, 16u);
   const int64_t wanted = div_ceil<int64_t>(int64_t{p.items} * kPieces, 4 * kTransferThreads);
   const auto layers = min_of<uint32_t>(p.layers, 65535);
   const auto processors = hisparse::device_attribute(cudaDevAttrMultiProcessorCount, queue.device);
@@ -128,7 +129,7 @@ Status run_transfer(const TransferParams& p, Queue queue) {
 Status run_translate(const TranslateParams& p, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
-  const auto blocks = static_cast<uint32_t>(min_of<int64_t>(div_ceil<int64_t>(p.count, kTranslateThreads), 65535));
+  const auto blocks = static_cast<uint32_t>(div_ceil<int64_t>(p.count, kTranslateThreads));
   return LaunchKernel(blocks, kTranslateThreads, stream_of(queue))(translate_kernel, p);
 }
 

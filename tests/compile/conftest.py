@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from compile_support import CountingCompiler, Family, script
 
-from hotplan.jit import cache, loader
+from hotplan.jit import cache, loader, toolchain
 
 
 @pytest.fixture
@@ -24,10 +24,13 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, no other settings, and a process that has loaded nothing yet."""
     for var in ("HOTPLAN_STRICT", "HOTPLAN_CUDA_ARCHS", "TVM_FFI_CUDA_ARCH_LIST", "SGLANG_CACHE_DIR", "CXX"):
         monkeypatch.delenv(var, raising=False)
+    monkeypatch.delenv("HOTPLAN_PREBUILT_DIR", raising=False)
     monkeypatch.setenv("HOTPLAN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(loader, "_modules", {})
+    monkeypatch.setattr(toolchain, "_ask_driver", list)  # GPUs are those that a test lets torch see
     cache._report_damage.cache_clear()
+    cache._report_shipped.cache_clear()
     return tmp_path / "cache"
 
 

@@ -11,6 +11,7 @@ import platform
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -401,8 +402,7 @@ def test_strict_mode_names_key_directory_and_command(
 ) -> None:
     monkeypatch.setenv("HOTPLAN_STRICT", "1")
     recipe = make_recipe("fake", "cpu", Memo(None), None, family.root)
-    command = f"HOTPLAN_STRICT=0 HOTPLAN_CACHE_DIR={cache_dir} python -c "
-    command += "\"import hotplan.jit; hotplan.jit.build('fake', 'cpu')\""
+    command = f"{sys.executable} -m hotplan build --family fake --no-cuda --out {cache_dir}"
     for attempt in (answer, build):
         with pytest.raises(RuntimeError) as error:
             attempt(family)
@@ -422,7 +422,7 @@ def test_strict_mode_for_cuda_names_the_architectures(
     monkeypatch.setenv("CUDA_HOME", str(make_toolkit()))
     monkeypatch.setenv("HOTPLAN_STRICT", "1")
     monkeypatch.setenv("HOTPLAN_CUDA_ARCHS", "10.0a 9.0a")
-    with pytest.raises(RuntimeError, match=r"(?s)fake \(cuda 9\.0a 10\.0a\).* HOTPLAN_CUDA_ARCHS=9\.0a,10\.0a python"):
+    with pytest.raises(RuntimeError, match=r"(?s)fake \(cuda 9\.0a 10\.0a\).* --no-cpu --arch 9\.0a,10\.0a --out "):
         hotplan.jit.load("fake", "cuda", root=family.root)
 
 

@@ -62,6 +62,7 @@ def test_a_machine_with_a_compiler_is_fine(cache_dir: Path) -> None:
     assert found["tools"]["c++"]["found_by"] == "PATH"
     assert found["cache"] == {
         "directory": str(cache_dir), "exists": False, "writable": True, "strict": False, "entries": 0, "bytes": 0,
+        "prebuilt": [],
     }  # fmt: skip
     assert found["modules"] == {"fake cpu": "will be built on first use", "fake cuda": "not needed without a GPU"}
     assert found["gpus"] == []
@@ -75,6 +76,19 @@ def test_built_modules_are_seen(family: Family, monkeypatch: pytest.MonkeyPatch)
     assert found["modules"]["fake cpu"] == "built"
     assert (found["cache"]["entries"], found["cache"]["bytes"]) == (1, path.stat().st_size)
     assert found["cache"]["strict"] is True
+
+
+def test_prebuilt_modules_are_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, only_path: Callable[..., Path], cache_dir: Path
+) -> None:
+    path = hotplan.jit.build("fake", "cpu", out=tmp_path / "shipped").path
+    monkeypatch.setenv("HOTPLAN_PREBUILT_DIR", str(tmp_path / "shipped"))
+    monkeypatch.setenv("HOTPLAN_STRICT", "1")
+    script(only_path("ninja") / "c++", "echo 'another compiler'")
+    found = run(0)
+    assert found["modules"]["fake cpu"] == f"prebuilt: {path.parent}"
+    assert found["cache"]["prebuilt"] == [str(tmp_path / "shipped")]
+    assert not cache_dir.exists()
 
 
 def test_no_compiler(only_path: Callable[..., Path]) -> None:
@@ -174,9 +188,8 @@ def test_versions_of_tvm_ffi(version: str | None, fits: bool, monkeypatch: pytes
 
 def test_strict_mode_without_a_module(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     monkeypatch.setenv("HOTPLAN_STRICT", "1")
-    assert f"HOTPLAN_STRICT forbids it; to build: HOTPLAN_STRICT=0 HOTPLAN_CACHE_DIR={cache_dir} python" in problems(
-        run(1)
-    )
+    command = f"{sys.executable} -m hotplan build --family fake --no-cuda --out {cache_dir}"
+    assert f"HOTPLAN_STRICT forbids it; to build: {command}" in problems(run(1))
 
 
 def test_a_cache_that_others_can_write(cache_dir: Path) -> None:

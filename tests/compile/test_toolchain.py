@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,56 @@ def test_archs_come_from_the_variables_then_from_torch(monkeypatch: pytest.Monke
     assert target_archs() == (("8.0", "9.0"), "TVM_FFI_CUDA_ARCH_LIST")
     monkeypatch.setenv("HOTPLAN_CUDA_ARCHS", "10.0a")
     assert target_archs() == (("10.0a",), "HOTPLAN_CUDA_ARCHS")
+
+
+class Driver:
+    """libcuda with so many devices, of which `broken` names the call that fails."""
+
+    capabilities = ((9, 0), (10, 3), (9, 0))
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.ready = False
+
+    def cuInit(self, flags: int) -> int:
+        self.ready = flags == 0
+        return 100 * (self.broken == "cuInit")
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        return self.answer("cuDeviceGetCount", count, len(self.capabilities))
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        return self.answer("cuDeviceGet", device, 70 + ordinal)
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        part = {75: 0, 76: 1}[attribute]
+        return self.answer("cuDeviceGetAttribute", value, self.capabilities[device - 70][part])
+
+    def answer(self, function: str, out: Any, value: int) -> int:
+        assert self.ready
+        out._obj.value = value
+        return 3 * (self.broken == function)
+
+
+ask_driver = toolchain._ask_driver  # before a fixture silences it
+
+
+def test_the_driver_is_asked_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_gpus(monkeypatch, (8, 0))
+    monkeypatch.setattr(toolchain, "_ask_driver", ask_driver)
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": Driver()}.__getitem__)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", None)
+        assert target_archs() == (("9.0a", "10.3a"), "visible GPUs")
+    for broken in ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetAttribute"):
+        monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": Driver(broken)}.__getitem__)
+        assert target_archs() == (("8.0",), "visible GPUs"), broken
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert target_archs() == (("8.0",), "visible GPUs")
 
 
 def test_without_variable_and_gpu_the_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ namespace hotplan::device_buffer {
 
 inline constexpr uint32_t kPlannedThreads = 512;
 inline constexpr uint32_t kTransferThreads = 256;
-inline constexpr uint32_t kTranslateThreads = 256;
+inline constexpr uint32_t kTranslateThreads = 128;
 
 /// The plans of a segment's rows as one.
 struct PlannedCopies {
@@ -55,7 +55,7 @@ struct LayerItems {
     const int64_t src = p.src_indices[n];
     const int64_t dst = p.dst_indices[n];
     if (src < 0 || dst < 0) return {nullptr, nullptr};
-    return {from + paged_offset(src, byte), to + paged_offset(dst, byte)};
+    return {from + paged_offset(src, byte), to + paged_offset(dst, byte), byte >= kValueBytes};
   }
 };
 
@@ -66,20 +66,20 @@ __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(const __grid
   for (uint32_t layer = blockIdx.y; layer < p.layers; layer += gridDim.y) {
     const LayerItems items{
         p, reinterpret_cast<const char*>(p.src_ptrs[layer]), reinterpret_cast<char*>(p.dst_ptrs[layer])};
+    const uint32_t width = (p.src_ptrs[layer] | p.dst_ptrs[layer]) % 16 == 0 ? 16 : kScaleBytes;
     hisparse::copy_rows<4>(
-        items, p.items, kPagedItemBytes, kScaleBytes, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
+        items, p.items, kPagedItemBytes, width, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
   }
 }
 
 __global__ void __launch_bounds__(kTranslateThreads) translate_kernel(const __grid_constant__ TranslateParams p) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kTranslateThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kTranslateThreads + threadIdx.x; i < p.count; i += stride) {
-    const int64_t row = translated(p, i);
-    if (p.wide_out) {
-      static_cast<int64_t*>(p.out)[i] = row;
-    } else {
-      static_cast<int32_t*>(p.out)[i] = static_cast<int32_t>(row);
-    }
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTranslateThreads + threadIdx.x;
+  if (i >= p.count) return;
+  const int64_t row = translated(p, i);
+  if (p.wide_out) {
+    static_cast<int64_t*>(p.out)[i] = row;
+  } else {
+    static_cast<int32_t*>(p.out)[i] = static_cast<int32_t>(row);
   }
 }
 

@@ -28,14 +28,13 @@ struct ItemRows {
     const uint32_t in_item = byte - pool * items.item_bytes;
     return {
         items.host[pool] + item_offset(items, copy.src, in_item),
-        items.device[pool] + item_offset(items, copy.dst, in_item)};
+        items.device[pool] + item_offset(items, copy.dst, in_item), items.paged && byte >= kValueBytes};
   }
 };
 
-/// Bytes of a piece: 16, 8, 4 or 1. Paged items have values and scales of whole words of 8.
+/// Bytes of a piece: 16, 8, 4 or 1.
 HOTPLAN_HD uint32_t piece_bytes(const Items& items) {
-  if (items.paged) return kScaleBytes;
-  uintptr_t bits = items.item_bytes;
+  uintptr_t bits = items.paged ? kPageBytes : items.item_bytes;  // a paged item's scale is half a piece
   for (int pool = 0; pool < 2; ++pool) {
     bits |= reinterpret_cast<uintptr_t>(items.host[pool]) | reinterpret_cast<uintptr_t>(items.device[pool]);
   }

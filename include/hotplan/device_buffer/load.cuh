@@ -35,6 +35,7 @@ struct Request {
   uint32_t row;
   int32_t state;
   int64_t length;        // of the one step
+  int64_t* lengths;      // of several
   int32_t* row_of;       // [H + extra], the device row of every slot
   int32_t* last_tokens;  // [extra], what the extra slots hold; several steps
 
@@ -45,7 +46,8 @@ struct Request {
         row(launch_row),
         state(state_row),
         length(kSteps ? 0 : params.lengths.at(launch_row)),
-        row_of(reinterpret_cast<int32_t*>(own)),
+        lengths(reinterpret_cast<int64_t*>(own)),
+        row_of(reinterpret_cast<int32_t*>(own + (kSteps ? params.steps * sizeof(int64_t) : 0))),
         last_tokens(row_of + params.slots + asked_extra(params)) {}
 
   /// Slots behind the LRU that can be asked for.
@@ -53,8 +55,9 @@ struct Request {
     return kSteps ? p.extra : 1;
   }
   HOTPLAN_HD static SetShape shape(const SwapInParams& p) {
-    const uint32_t own = p.slots + asked_extra(p) * (kSteps ? 2 : 1);
-    return {p.steps * p.columns.divisor, p.slots, kSteps ? p.scratch_rows : 0, sizeof(Source), own * 4};
+    const uint32_t rows = p.slots + asked_extra(p) * (kSteps ? 2 : 1);
+    const uint32_t own = rows * 4 + (kSteps ? p.steps * 8 : 0);
+    return {p.steps * p.columns.divisor, p.slots, kSteps ? p.scratch_rows : 0, sizeof(Source), own};
   }
 
   __device__ __forceinline__ uint32_t columns() const {
@@ -79,6 +82,9 @@ struct Request {
 #pragma unroll 4
     for (uint32_t i = threadIdx.x; i < rows; i += hisparse::kResolveThreads) load_word<kShared>(row_of + i, locs() + i);
     if constexpr (kSteps) {
+      if (threadIdx.x < p.steps) {
+        lengths[threadIdx.x] = p.lengths.at(static_cast<int64_t>(row) * p.steps + threadIdx.x);
+      }
       for (uint32_t i = threadIdx.x; i < p.extra; i += hisparse::kResolveThreads) {
         load_word<kShared>(last_tokens + i, held() + p.slots + i);
       }
@@ -100,12 +106,17 @@ struct Request {
     return kSteps ? p.columns.div(q) : 0;
   }
   __device__ __forceinline__ int64_t length_of(uint32_t step) const {
-    return kSteps ? p.lengths.at(static_cast<int64_t>(row) * p.steps + step) : length;
+    return kSteps ? lengths[step] : length;
   }
 
   __device__ __forceinline__ Pack<int32_t, kColumnPack> tokens(uint32_t i) const {
     const int32_t* const from = p.top_k + row * p.top_k_stride[0];
     if (!kSteps && !p.blocks) return load_pack<kColumnPack>(from, i, p.columns.divisor, launch.set.vector_columns);
+    if (kSteps && launch.set.vector_columns) {  // a pack is of one step then
+      const uint32_t step = step_of(i * kColumnPack);
+      const int32_t* const of_step = from + step * p.top_k_stride[1] - static_cast<int64_t>(step) * p.columns.divisor;
+      return *reinterpret_cast<const Pack<int32_t, kColumnPack>*>(of_step + i * kColumnPack);
+    }
     Pack<int32_t, kColumnPack> token;
 #pragma unroll
     for (uint32_t j = 0; j < kColumnPack; ++j) {
@@ -155,13 +166,18 @@ struct Request {
 
   // -------------------------------------------------------------------------------------------------------- results
 
+  __device__ __forceinline__ int32_t* out_of(uint32_t q) const {
+    const uint32_t step = step_of(q);
+    return p.out + row * p.out_stride[0] + step * p.out_stride[1] + (q - step * p.columns.divisor);
+  }
+
   __device__ __forceinline__ void write_columns(
       uint32_t q, const int32_t (&where)[kColumnPack], uint32_t pending, uint32_t) const {
-    if (!kSteps && pending == (1u << kColumnPack) - 1 && launch.set.vector_out) [[likely]] {
+    if (pending == (1u << kColumnPack) - 1 && launch.set.vector_out) [[likely]] {
       Pack<int32_t, kColumnPack> pack;
 #pragma unroll
       for (uint32_t j = 0; j < kColumnPack; ++j) pack.x[j] = where[j];
-      *reinterpret_cast<Pack<int32_t, kColumnPack>*>(p.out + row * p.out_stride[0] + q) = pack;
+      *reinterpret_cast<Pack<int32_t, kColumnPack>*>(out_of(q)) = pack;
       return;
     }
 #pragma unroll
@@ -171,8 +187,7 @@ struct Request {
   }
 
   __device__ __forceinline__ void write_column(uint32_t q, int32_t where, bool) const {
-    const uint32_t step = step_of(q);
-    p.out[row * p.out_stride[0] + step * p.out_stride[1] + (q - step * p.columns.divisor)] = where;
+    *out_of(q) = where;
   }
 
   __device__ __forceinline__ void write_miss(uint32_t m, int32_t, int64_t source, int32_t where, uint32_t) const {
@@ -197,7 +212,7 @@ struct Request {
 
   template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {
-    copy_items<4>(p.items, copies, count, launch.piece_bytes, worker, workers);
+    copy_items<3>(p.items, copies, count, launch.piece_bytes, worker, workers);
   }
 
  private:

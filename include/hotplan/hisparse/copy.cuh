@@ -13,46 +13,54 @@ namespace hotplan::hisparse {
 
 /// One load and one store of a copy.
 struct Piece {
-  const char* from;  // nullptr: there is nothing to read, zeros are written
-  char* to;          // nullptr: nothing is written
+  const char* from;   // nullptr: there is nothing to read, zeros are written
+  char* to;           // nullptr: nothing is written
+  bool half = false;  // 8 bytes, where pieces have 16
 };
 
 /// The widths of a piece are 16, 8, 4 and 1 bytes; one loop serves them all, since most of it is finding addresses.
+/// Halves go into registers of their own: in those of a whole piece their load would wait for the one before.
 template <int kBatch>
 __device__ __forceinline__ void load_pieces(
-    uint4 (&data)[kBatch], const char* const (&from)[kBatch], const bool (&wanted)[kBatch], uint32_t width) {
+    uint4 (&data)[kBatch], uint2 (&half)[kBatch], const Piece (&piece)[kBatch], const bool (&wanted)[kBatch],
+    uint32_t width, bool halves) {
   if (width == 16) [[likely]] {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) load_host(data[b], from[b], wanted[b]);
+    for (int b = 0; b < kBatch; ++b) load_host(data[b], piece[b].from, wanted[b] && !piece[b].half);
+    if (halves) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) load_host(half[b].x, half[b].y, piece[b].from, wanted[b] && piece[b].half);
+    }
   } else if (width == 8) {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) load_host(data[b].x, data[b].y, from[b], wanted[b]);
+    for (int b = 0; b < kBatch; ++b) load_host(half[b].x, half[b].y, piece[b].from, wanted[b]);
   } else if (width == 4) {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) load_host(data[b].x, from[b], wanted[b]);
+    for (int b = 0; b < kBatch; ++b) load_host(data[b].x, piece[b].from, wanted[b]);
   } else {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) load_host_byte(data[b].x, from[b], wanted[b]);
+    for (int b = 0; b < kBatch; ++b) load_host_byte(data[b].x, piece[b].from, wanted[b]);
   }
 }
 
-__device__ __forceinline__ void store_piece(char* to, const uint4& data, uint32_t width) {
-  if (width == 16) [[likely]] {
-    *reinterpret_cast<uint4*>(to) = data;
-  } else if (width == 8) {
-    *reinterpret_cast<uint2*>(to) = {data.x, data.y};
+__device__ __forceinline__ void store_piece(const Piece& piece, const uint4& data, const uint2& half, uint32_t width) {
+  if (width == 16 && !piece.half) [[likely]] {
+    *reinterpret_cast<uint4*>(piece.to) = data;
+  } else if (width >= 8) {
+    *reinterpret_cast<uint2*>(piece.to) = half;
   } else if (width == 4) {
-    *reinterpret_cast<uint32_t*>(to) = data.x;
+    *reinterpret_cast<uint32_t*>(piece.to) = data.x;
   } else {
-    *reinterpret_cast<uint8_t*>(to) = static_cast<uint8_t>(data.x);
+    *reinterpret_cast<uint8_t*>(piece.to) = static_cast<uint8_t>(data.x);
   }
 }
 
-/// Copies the pieces of `count` rows, rows.piece(row, byte) each, of `width` bytes. This warp is one of `workers`.
+/// Copies the pieces of `count` rows, rows.piece(row, byte) each, of `width` bytes; the last of a row may be half of
+/// one. This warp is one of `workers`.
 template <int kBatch, typename Rows>
 __device__ __forceinline__ void copy_rows(
     const Rows& rows, uint32_t count, uint32_t row_bytes, uint32_t width, uint32_t worker, uint32_t workers) {
-  const uint32_t pieces = row_bytes / width;
+  const uint32_t pieces = div_ceil(row_bytes, width);
   const uint32_t first = worker * kWarp + threadIdx.x % kWarp;
   const uint32_t stride = workers * kWarp;
   const uint32_t row_step = stride / pieces;
@@ -61,16 +69,15 @@ __device__ __forceinline__ void copy_rows(
   uint32_t piece = first % pieces;
   while (row < count) {
     uint4 data[kBatch];
-    const char* from[kBatch];
-    char* to[kBatch];
+    uint2 half[kBatch];
+    Piece copy[kBatch];
     bool wanted[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const bool inside = row < count;
-      const Piece copy = rows.piece(inside ? row : count - 1, piece * width);
-      to[b] = inside ? copy.to : nullptr;
-      from[b] = copy.from;
-      wanted[b] = to[b] != nullptr && copy.from != nullptr;
+      copy[b] = rows.piece(inside ? row : count - 1, piece * width);
+      if (!inside) copy[b].to = nullptr;
+      wanted[b] = copy[b].to != nullptr && copy[b].from != nullptr;
       row += row_step;
       piece += piece_step;
       if (piece >= pieces) {
@@ -78,10 +85,10 @@ __device__ __forceinline__ void copy_rows(
         ++row;
       }
     }
-    load_pieces(data, from, wanted, width);
+    load_pieces(data, half, copy, wanted, width, row_bytes % width != 0);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (to[b] != nullptr) store_piece(to[b], data[b], width);
+      if (copy[b].to != nullptr) store_piece(copy[b], data[b], half[b], width);
     }
   }
 }

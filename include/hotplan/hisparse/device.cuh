@@ -8,10 +8,13 @@
 
 namespace hotplan::hisparse {
 
+/// Clusters of more than eight blocks are not portable.
+inline constexpr uint32_t kMostClusterLog2 = 3;
+
 struct Device {
   uint32_t processors;
-  uint32_t shared_bytes;  // that a block of a resolution can have
-  uint32_t cluster_log2;  // blocks of the largest cluster
+  uint32_t shared_bytes;                    // that a block of a resolution can have
+  uint32_t clusters[kMostClusterLog2 + 1];  // of 2^i blocks: how many are active at once, whatever memory they take
 };
 
 /// One SM reads 17 to 23 GB/s from the host; about 16 of them fill PCIe.
@@ -31,7 +34,7 @@ template <typename Kernel, typename... Others>
 cudaError_t inspect_device(int device, Device& d, Kernel kernel, Others... others) {
   d.processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   d.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  d.cluster_log2 = 0;
+  for (uint32_t& active : d.clusters) active = 0;
   cudaFuncAttributes attributes;
   cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   const auto allow_shared = [&](auto each) {
@@ -45,21 +48,20 @@ cudaError_t inspect_device(int device, Device& d, Kernel kernel, Others... other
   if (attributes.ptxVersion < 90 || device_attribute(cudaDevAttrClusterLaunch, device) == 0) return cudaSuccess;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {8, 1, 1};
+  cluster.val.clusterDim = {1, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = 8;
   config.blockDim = kResolveThreads;
   config.dynamicSmemBytes = d.shared_bytes;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  for (uint32_t log2 = 3; log2 > 0; --log2) {
+  for (uint32_t log2 = 1; log2 <= kMostClusterLog2; ++log2) {
     cluster.val.clusterDim.x = config.gridDim.x = 1u << log2;
     int active = 0;
-    if (cudaOccupancyMaxActiveClusters(&active, kernel, &config) == cudaSuccess && active > 0) {
-      d.cluster_log2 = log2;
-      break;
+    if (cudaOccupancyMaxActiveClusters(&active, kernel, &config) == cudaSuccess) {
+      d.clusters[log2] = static_cast<uint32_t>(active);
+    } else {
+      cudaGetLastError();  // not an error of the caller's
     }
-    cudaGetLastError();  // not an error of the caller's
   }
   return cudaSuccess;
 }
@@ -85,10 +87,12 @@ cudaError_t look_up_device(int device, Device& d, Kernels... kernels) {
   return cudaSuccess;
 }
 
-/// log2 of the blocks that each of `sets` sets can have.
+/// log2 of the blocks that each of `sets` sets can have. All clusters must be active at once: 32 clusters of four
+/// blocks do not fit 132 processors, since a cluster stays inside one of their groups, and took twice the time of 32
+/// pairs.
 inline uint32_t cluster_for(uint32_t sets, const Device& d) {
-  uint32_t log2 = 0;
-  while (log2 < d.cluster_log2 && (uint64_t{sets} << (log2 + 1)) <= d.processors) ++log2;
+  uint32_t log2 = kMostClusterLog2;
+  while (log2 > 0 && sets > d.clusters[log2]) --log2;
   return log2;
 }
 

@@ -12,8 +12,9 @@ inline constexpr uint32_t kSegmentRows = 1024;  // launch rows whose lists are c
 inline constexpr uint32_t kMaskThreads = 256;
 inline constexpr uint32_t kInvalidateThreads = 256;
 
-/// Loads that a lane has under way.
+/// Loads that a lane has under way. Masks have a grid of many small blocks, lists one of few.
 inline constexpr int kGatherBatch = 8;
+inline constexpr int kMaskedBatch = 4;
 
 /// The lists of a segment's launch rows as one.
 struct SegmentLists {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kMaskThreads, 3)
   if (total == 0) return;
   const CacheRows<MaskedColumns> masked{p.caches, {p, columns, base}};
   const auto row_bytes = static_cast<uint32_t>(p.caches.row_bytes);
-  copy_rows<kGatherBatch>(masked, total, row_bytes, width, threadIdx.x / kWarp, kMaskThreads / kWarp);
+  copy_rows<kMaskedBatch>(masked, total, row_bytes, width, threadIdx.x / kWarp, kMaskThreads / kWarp);
 }
 
 /// A block has a written token: every slot of its request's hot buffer that holds it is emptied.

@@ -27,12 +27,11 @@ struct HotSet {
     for (uint32_t i = threadIdx.x; i < size / 4; i += kResolveThreads) pack_at<4>(keys, i) = empty;
   }
 
-  /// Inserts the ids of columns `first`, `first + 1`, ..., except negative ones. Returns whether another column has
-  /// named one of them before; the set then gives any of an id's columns, until the owners are sorted out. The attempts
-  /// for all of them are under way at once.
+  /// Inserts the ids of columns `first`, `first + 1`, ..., except negative ones; the attempts for all of them are under
+  /// way at once. `at` are their entries. Returns a bit for each id that was there already: the set then gives any of
+  /// an id's columns, until the owners are sorted out.
   template <int N>
-  __device__ __forceinline__ bool insert(const int32_t (&id)[N], uint32_t first) const {
-    uint32_t at[N];
+  __device__ __forceinline__ uint32_t insert(const int32_t (&id)[N], uint32_t first, uint32_t (&at)[N]) const {
     int32_t old[N];
     bool more = false;
 #pragma unroll
@@ -51,12 +50,12 @@ struct HotSet {
         more |= is_other(old[j], id[j]);
       }
     }
-    bool known = false;
+    uint32_t known = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (id[j] < 0) continue;
       if (old[j] == kEmpty) columns[at[j]] = static_cast<Index>(first + j);
-      known |= old[j] != kEmpty;
+      known |= static_cast<uint32_t>(old[j] != kEmpty) << j;
     }
     return known;
   }

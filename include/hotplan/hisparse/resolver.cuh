@@ -202,25 +202,44 @@ struct Resolver {
   // ---------------------------------------------------------------------------------------------- 2. columns and marks
 
   /// Columns -> ids, and into the set; own.id holds the first tokens. Returns whether any of this thread's is pending.
+  /// The columns go in one round of the block after the other: several steps ask for much the same, and a column whose
+  /// id an earlier round has brought knows its owner at once. Only equal ids in one round must be sorted out.
   __device__ __forceinline__ bool insert_columns(Own& own) const {
     bool pending = false;
     bool duplicate = false;
     uint32_t valid = 0;
     Columns next = own.id;
-    for_packs(column_packs(), [&](uint32_t i) {
-      const Columns token = next;
-      if (!kTile && i + kThreads < column_packs()) next = a.tokens(i + kThreads);
+#pragma unroll 1
+    for (uint32_t round = 0; round < column_packs(); round += kThreads) {
+      const uint32_t i = round + threadIdx.x;
+      const bool inside = i < column_packs();
       Columns id;
-      valid += a.locate(i * kColumnPack, token.x, id.x, mine());
+      uint32_t at[kColumnPack];
+      uint32_t known = 0;
+      if (inside) {
+        const Columns token = next;
+        if (!kTile && i + kThreads < column_packs()) next = a.tokens(i + kThreads);
+        valid += a.locate(i * kColumnPack, token.x, id.x, mine());
+#pragma unroll
+        for (uint32_t j = 0; j < kColumnPack; ++j) pending |= id.x[j] >= 0;
+        known = set.insert(id.x, i * kColumnPack, at);
+      }
       if constexpr (kTile) {
         own.id = id;
+        duplicate = known != 0;
+        break;
       } else {
-        pack_at<kColumnPack>(ids, i) = id;
-      }
+        __syncthreads();
 #pragma unroll
-      for (uint32_t j = 0; j < kColumnPack; ++j) pending |= id.x[j] >= 0;
-      duplicate |= set.insert(id.x, i * kColumnPack);
-    });
+        for (uint32_t j = 0; j < kColumnPack; ++j) {
+          if (!(known >> j & 1)) continue;
+          const uint32_t owner = set.columns[at[j]];
+          if (owner >= round * kColumnPack) duplicate = true;
+          if (owner < round * kColumnPack) id.x[j] = -2 - static_cast<int32_t>(owner);
+        }
+        if (inside) pack_at<kColumnPack>(ids, i) = id;
+      }
+    }
     a.count_valid(valid);
     if (duplicate) atomicOr(has_duplicates, 1u);
     return pending;
@@ -260,6 +279,15 @@ struct Resolver {
         pack_at<kColumnPack>(ids, i) = id;
       }
     });
+    if constexpr (!kTile) {
+      // Who pointed to a column of an earlier round may point to one that was no owner.
+      __syncthreads();
+#pragma unroll 1
+      for (uint32_t q = threadIdx.x; q < a.columns(); q += kThreads) {
+        if (ids[q] < -1 && ids[-2 - ids[q]] < -1) ids[q] = ids[-2 - ids[q]];
+      }
+      __syncthreads();
+    }
   }
 
   // ---------------------------------------------------------------------------------------------------------- 3. slots

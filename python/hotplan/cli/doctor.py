@@ -163,13 +163,8 @@ def _check_driver(report: _Report, toolkit: str) -> None:
         report.cannot_run["cuda"] = "the driver is older than the toolkit"
 
 
-def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `arch` runs on a GPU: plain targets run on later minor versions, "a" on that one alone."""
-    major, minor = _numbers(arch)[:2]
-    return major == capability[0] and (minor == capability[1] if arch.endswith("a") else minor <= capability[1])
-
-
 def _check_archs(report: _Report, gpus: list[tuple[int, int]]) -> None:
+    from hotplan.jit.key import runs_on
     from hotplan.jit.toolchain import ARCHS_VAR, target_archs
 
     report.found["architectures"] = {"archs": [], "from": None}
@@ -182,7 +177,7 @@ def _check_archs(report: _Report, gpus: list[tuple[int, int]]) -> None:
         return
     report.found["architectures"] = {"archs": list(archs), "from": source}
     for index, capability in enumerate(gpus):
-        if not any(_runs_on(arch, capability) for arch in archs):
+        if not any(runs_on(arch, "{}.{}a".format(*capability)) for arch in archs):
             report.problem(
                 f"GPU {index} has compute capability {capability[0]}.{capability[1]}, {source} says {' '.join(archs)}",
                 f"add it to {ARCHS_VAR}, or unset the variable",
@@ -203,6 +198,7 @@ def _check_cache(report: _Report, directory: Path) -> None:
         "exists": directory.is_dir(),
         "writable": writable,
         "strict": loader.strict(),
+        "prebuilt": [str(path) for path in cache.prebuilt_dirs()],
         "entries": len(entries),
         "bytes": sum(entry.get("bytes", 0) for entry in entries),
     }
@@ -229,7 +225,9 @@ def _check_modules(report: _Report, directory: Path, memo: Any, gpus: list[tuple
                 recipe = key.make_recipe(family, backend, memo)
                 if backend in report.cannot_run:
                     raise _Reported(report.cannot_run[backend])
-                if cache.find(directory, recipe):
+                if shipped := cache.find_shipped(recipe):
+                    state = f"prebuilt: {shipped.parent}"
+                elif cache.find(directory, recipe):
                     state = "built"
                 elif loader.strict():
                     command = loader.build_command(recipe, directory)
@@ -306,6 +304,7 @@ def _print(found: dict[str, Any]) -> None:
                 "entries": f"{state['entries']}, {state['bytes'] / 1e6:.1f} MB",
                 "writable": "yes" if state["writable"] else "no",
                 "strict": "yes: nothing is compiled" if state["strict"] else "no",
+                "prebuilt": os.pathsep.join(state["prebuilt"]) or "none",
             },
         )
     section("Modules", found.get("modules", {}))

@@ -15,6 +15,8 @@ COMMANDS = {
     "demo": ("hotplan.cli.demo", "demo", "Serve a small generated trace, check every plan, show one."),
     "replay": ("hotplan.cli.replay", "replay", "Serve a recorded trace and build the real plans of every step."),
     "inspect": ("hotplan.cli.inspect", "inspect", "Print a saved plan tensor as a table."),
+    "build": ("hotplan.cli.build", "build", "Compile all modules ahead of time, also without a GPU."),
+    "cache": ("hotplan.cli.cache", "cache", "Compiled modules: list them, prune old ones, clear."),
     "doctor": ("hotplan.cli.doctor", "doctor", "Versions, compilers, cache, GPU, and what would go wrong."),
 }
 

@@ -2,6 +2,8 @@
 
 An entry is a directory <family>-<backend>-<16 digits of the key>/ with the library and manifest.json. It
 comes into being by one rename of a finished directory, so what is there under that name was complete once.
+
+What `hotplan build --out` made has the same form. HOTPLAN_PREBUILT_DIR names such directories, which are only read.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hotplan.jit.key import Recipe
 from hotplan.jit.log import say
+from hotplan.version import __version__
 
 MANIFEST = "manifest.json"
 COMPILERS = "compilers.json"
 LOCKS = ".locks"
+PREBUILT_VAR = "HOTPLAN_PREBUILT_DIR"
 
 
 def cache_root() -> Path:
@@ -44,6 +49,12 @@ def cache_root() -> Path:
     return Path(os.path.abspath(path), name)
 
 
+def prebuilt_dirs() -> list[Path]:
+    """The directories that HOTPLAN_PREBUILT_DIR names, separated as in PATH, in the order of the search."""
+    names = filter(None, os.environ.get(PREBUILT_VAR, "").split(os.pathsep))
+    return [Path(os.path.abspath(os.path.expanduser(name))) for name in names]
+
+
 def refuse_foreign(path: Path) -> None:
     """Raises RuntimeError if somebody else could have put code at `path`: loading it would run that code."""
     stat = path.stat()
@@ -59,21 +70,41 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def _library(entry: Path, recipe: Recipe) -> Path:
+def _library(entry: Path, recipe: Recipe, shipped: bool = False) -> Path:
     """The library in `entry`; ValueError if it does not serve `recipe` or the entry is damaged."""
     try:
-        manifest = json.loads((entry / MANIFEST).read_bytes())
-        if not recipe.accepts(manifest["parts"]):
-            raise ValueError("it was built from something else")
+        manifest = read_manifest(entry)
+        if wrong := recipe.differences(manifest["parts"], shipped):
+            raise ValueError(", ".join(wrong.values()))
         library = entry / manifest["library"]
         for path in (entry, library):
             refuse_foreign(path)
         # It is paged in anyway; hashing 1 MB takes 1 ms, and running a truncated library is a SIGBUS.
         if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
             raise ValueError(f"{library.name} is not what was built")
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(str(error)) from error
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged, {type(error).__name__}: {error}") from error
     return library
+
+
+def read_manifest(entry: Path) -> dict[str, Any]:
+    """Raises OSError or ValueError."""
+    return json.loads((entry / MANIFEST).read_bytes())
+
+
+def _candidates(root: Path, recipe: Recipe) -> list[Path]:
+    return sorted(root.glob(f"{recipe.family}-{recipe.backend}-{'[0-9a-f]' * 16}"))
+
+
+def near_misses(root: Path, recipe: Recipe, shipped: bool = False) -> str:
+    """Why the entries of this family and backend in `root` do not serve `recipe`; "" if there are none."""
+    reasons = []
+    for entry in _candidates(root, recipe):
+        try:
+            _library(entry, recipe, shipped)
+        except ValueError as error:
+            reasons.append(f"{entry.name}: {error}")
+    return "; ".join(reasons)
 
 
 @functools.cache  # once, though find() runs again under the lock
@@ -92,34 +123,85 @@ def find(root: Path, recipe: Recipe) -> Path | None:
             return _library(exact, recipe)
         except ValueError as error:
             _report_damage(exact, str(error))
-    for other in sorted(root.glob(f"{recipe.family}-{recipe.backend}-*")):
+    for other in _candidates(root, recipe):
         with contextlib.suppress(ValueError):
             return _library(other, recipe)
     return None
 
 
-@contextlib.contextmanager
-def building(root: Path, recipe: Recipe) -> Iterator[Path]:
-    """A new private directory in `root` to build in, while no other process builds this family and backend.
+@functools.cache  # once: a process asks for each of its modules again when it is strict
+def _report_shipped(message: str) -> None:
+    say(message, warning=True)
 
-    The lock is the kernel's (flock): it ends with its holder, however that dies, and what the dead left is
-    removed. Raises OSError where `root` cannot be written or built in.
+
+def find_shipped(recipe: Recipe) -> Path | None:
+    """The library for `recipe` in HOTPLAN_PREBUILT_DIR, or None; says why not, because somebody meant it to be there.
+
+    A directory's entry for the very architectures is preferred to one that only runs here. Raises RuntimeError
+    like refuse_foreign.
     """
-    what = f"{recipe.family}-{recipe.backend}"
-    if not re.fullmatch(r"[\w./+@%~-]+", str(root.resolve())):
-        raise OSError("tvm-ffi's builds do not take such a name")  # flags and paths are not quoted
-    os.makedirs(root, mode=0o755, exist_ok=True)
-    refuse_foreign(root)
+    for root in prebuilt_dirs():
+        if not root.is_dir():
+            _report_shipped(f"{PREBUILT_VAR} names {root}, which is no directory")
+            continue
+        refuse_foreign(root)
+        candidates = _candidates(root, recipe)
+        for entry in sorted(candidates, key=lambda entry: not _names_archs(entry, recipe)):
+            with contextlib.suppress(ValueError):
+                return _library(entry, recipe, shipped=True)
+        why = near_misses(root, recipe, shipped=True) or "there is none of this family and backend"
+        _report_shipped(f"{PREBUILT_VAR}: nothing in {root} serves {recipe.label} ({why})")
+    return None
+
+
+def _names_archs(entry: Path, recipe: Recipe) -> bool:
+    try:
+        return set(recipe.archs) <= set(read_manifest(entry)["parts"]["archs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def locked(root: Path, what: str, busy: Callable[[], object] | None) -> Iterator[bool]:
+    """Holds the lock of `what` in `root`. Where another process has it: calls `busy` and waits, or, with None, yields
+    False at once.
+
+    The lock is the kernel's (flock): it ends with its holder, however that dies.
+    """
     os.makedirs(root / LOCKS, mode=0o755, exist_ok=True)
     lock = os.open(root / LOCKS / what, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process that builds {recipe.label} in {root}")
+            if busy is None:
+                yield False
+                return
+            busy()
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # This machine's: a network file system may keep locks to each machine.
-        prefix = f".build-{what}-{platform.node()}-"
+        yield True
+    finally:
+        os.close(lock)
+
+
+def work_prefix(what: str) -> str:
+    """How this machine's working directories begin: a network file system may keep locks to each machine."""
+    return f".build-{what}-{platform.node()}-"
+
+
+@contextlib.contextmanager
+def building(root: Path, recipe: Recipe) -> Iterator[Path]:
+    """A new private directory in `root` to build in, while no other process builds this family and backend.
+
+    What a dead builder left is removed. Raises OSError where `root` cannot be written or built in.
+    """
+    what = f"{recipe.family}-{recipe.backend}"
+    if not re.fullmatch(r"[\w./+@%~-]+", str(root.resolve())):
+        raise OSError("tvm-ffi's builds do not take such a name")  # flags and paths are not quoted
+    os.makedirs(root, mode=0o755, exist_ok=True)
+    refuse_foreign(root)
+    with locked(root, what, lambda: say(f"waiting for another process that builds {recipe.label} in {root}")):
+        prefix = work_prefix(what)
         for orphan in root.glob(f"{glob.escape(prefix)}*"):
             shutil.rmtree(orphan, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
@@ -127,8 +209,6 @@ def building(root: Path, recipe: Recipe) -> Iterator[Path]:
             yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def publish(root: Path, staging: Path, library: Path, recipe: Recipe, seconds: float) -> Path:
@@ -143,6 +223,8 @@ def publish(root: Path, staging: Path, library: Path, recipe: Recipe, seconds: f
         "sha256": hashlib.sha256(data).hexdigest(),
         "bytes": len(data),
         "seconds": round(seconds, 3),
+        "built": int(time.time()),
+        "hotplan": __version__,
         "key": recipe.key,
         "parts": recipe.parts,
         "c++": recipe.cxx and recipe.cxx.path,
@@ -169,3 +251,33 @@ def entries(root: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             found.append({"path": str(path.parent), **json.loads(path.read_bytes())})
     return found
+
+
+def _release(text: str) -> str:
+    """The line of `--version` that says it: nvcc's is not the first."""
+    lines = text.split("\n")
+    return next((line for line in lines if "release" in line), lines[0])
+
+
+def write_index(root: Path) -> Path:
+    """Writes root/manifest.json, which lists what a directory that is shipped holds. For people and image builds."""
+    modules = []
+    for entry in entries(root):
+        parts = entry["parts"]
+        modules.append(
+            {
+                "entry": Path(entry["path"]).name,
+                "family": parts["family"],
+                "backend": parts["backend"],
+                "archs": parts["archs"],
+                "compilers": {name: _release(text) for name, text in parts["compilers"].items()},
+                "tvm_ffi": parts["tvm_ffi"],
+                "machine": parts["machine"],
+                **{name: entry.get(name) for name in ("key", "library", "bytes", "sha256", "built", "hotplan")},
+            }
+        )
+    draft = root / f".{MANIFEST}.{os.getpid()}"
+    draft.write_text(json.dumps({"hotplan": __version__, "modules": modules}, indent=1) + "\n")
+    draft.chmod(0o644)
+    os.replace(draft, root / MANIFEST)
+    return root / MANIFEST

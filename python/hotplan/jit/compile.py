@@ -61,6 +61,23 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
             forget()
 
 
+def host_compiler(recipe: Recipe) -> dict[str, str]:
+    """What tells nvcc its host compiler: a compiler that the user names is meant for both halves of a module, because
+    the default may be too new for nvcc."""
+    nvcc_vars = "".join(os.environ.get(var, "") for var in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
+    chosen = recipe.cxx is not None and recipe.cxx.how == "CXX"
+    if not chosen or "NVCC_CCBIN" in os.environ or "ccbin" in nvcc_vars:
+        return {}
+    return {"NVCC_CCBIN": recipe.cxx.path}
+
+
+def write_sources(recipe: Recipe, directory: Path) -> None:
+    for name, data in recipe.sources.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
 def compile_library(recipe: Recipe, directory: Path) -> Path:
     """Builds `recipe` in `directory` (empty, private) and returns the library's path there.
 
@@ -74,16 +91,15 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
     ninja = find_ninja()
     directory = directory.resolve()
     sources = directory / "src"
-    for name, data in recipe.sources.items():
-        path = sources / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+    write_sources(recipe, sources)
 
     # __FILE__ and std::source_location in messages: csrc/..., not a directory that is gone by then.
     mapped = f"-ffile-prefix-map={sources}/="
     define = f"-DHOTPLAN_BACKEND_CUDA={int(recipe.backend == 'cuda')}"
     # A symbol that is nowhere is an error of the linker here, not the end of the process at the first call.
     ldflags = ["-Wl,--no-undefined"]
+    # One architecture after the other is nvcc's default. Not in the key: the code is the same.
+    threads = ["--threads=0"] if len(recipe.archs) > 1 else []
     includes = [str(sources / "include")]
     # Last in PATH: where ninja lies may be a compiler, too, and not the one that the key is about.
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)])
@@ -95,10 +111,7 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
         ldflags += [f"-L{directory}", f"-Wl,-rpath,{os.path.dirname(recipe.cuda.cudart)}"]
         includes.append(recipe.cuda.include)
         environment |= {"CUDA_HOME": recipe.cuda.home, "TVM_FFI_CUDA_ARCH_LIST": " ".join(recipe.archs)}
-        nvcc_vars = "".join(os.environ.get(var, "") for var in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
-        if recipe.cxx.how == "CXX" and "NVCC_CCBIN" not in os.environ and "ccbin" not in nvcc_vars:
-            # A compiler that the user names is meant for both halves: the default may be too new for nvcc.
-            environment["NVCC_CCBIN"] = recipe.cxx.path
+        environment |= host_compiler(recipe)
 
     units = [str(sources / "csrc" / recipe.family / unit) for unit in UNITS[recipe.backend]]
     with _environment(environment):
@@ -108,7 +121,7 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
                 cpp_files=[unit for unit in units if not unit.endswith(".cu")],
                 cuda_files=[unit for unit in units if unit.endswith(".cu")],
                 extra_cflags=[*CXX_FLAGS, define, mapped],
-                extra_cuda_cflags=[*CUDA_FLAGS, define, "-Xcompiler", mapped],
+                extra_cuda_cflags=[*CUDA_FLAGS, *threads, define, "-Xcompiler", mapped],
                 extra_ldflags=ldflags,
                 extra_include_paths=includes,
                 build_directory=str(directory),

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ def read_sources(root: Path, family: str) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
+def runs_on(built: str, wanted: str) -> bool:
+    """Whether code for the architecture `built` runs wherever code for `wanted` does.
+
+    A GPU runs code for its own capability and for earlier minor ones of the same major (8.0 on an 8.9 GPU), but code
+    for an "a" target on that one capability alone.
+    """
+    major, minor, kind = _split_arch(built)
+    wanted_major, wanted_minor, _ = _split_arch(wanted)
+    return built == wanted or (kind != "a" and major == wanted_major and minor <= wanted_minor)
+
+
+def _split_arch(arch: str) -> tuple[int, int, str]:
+    found = re.fullmatch(r"(\d+)\.(\d+)([a-z]?)", arch)
+    if not found:
+        raise ValueError(f"expected an architecture like 9.0a, got {arch!r}")
+    return int(found[1]), int(found[2]), found[3]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One build, decided but not made. `missing` holds the message about a compiler that is not there."""
@@ -86,21 +105,45 @@ class Recipe:
     def label(self) -> str:
         return f"{self.family} ({' '.join([self.backend, *self.archs])})"
 
-    def accepts(self, parts: dict[str, Any]) -> bool:
+    def accepts(self, parts: dict[str, Any], shipped: bool = False) -> bool:
         """Whether a library built from `parts` serves: the same build, or one for more architectures.
 
         On a machine without compilers there are no versions to compare; then what another machine built from
-        the same sources serves.
+        the same sources serves. Of what was `shipped` on purpose the compilers do not count at all, and code
+        that was built for an earlier minor capability serves, too.
         """
-        waived = ("archs", "compilers") if self.missing else ("archs",)
-        same = {**parts, **{name: self.parts[name] for name in waived}} == self.parts
-        return same and set(self.archs) <= set(parts["archs"])
+        return not self.differences(parts, shipped)
+
+    def differences(self, parts: dict[str, Any], shipped: bool = False) -> dict[str, str]:
+        """Why a library built from `parts` does not serve: the part -> what about it, in words."""
+        waived = {"archs"}
+        if shipped:
+            waived |= {"compilers", "environment"}
+        elif self.missing:
+            waived |= {"compilers"}
+        found = {}
+        for part in {**self.parts, **parts}:
+            theirs, ours = parts.get(part), self.parts.get(part)
+            if part not in waived and theirs != ours:
+                readable = part in ("tvm_ffi", "machine", "family", "backend")
+                found[part] = f"{part} is {theirs}, not {ours}" if readable else f"other {part}"
+        lacking = [
+            wanted
+            for wanted in self.archs
+            if not any(runs_on(built, wanted) if shipped else built == wanted for built in parts["archs"])
+        ]
+        if lacking:
+            found["archs"] = f"no code for {' '.join(lacking)}"
+        return found
 
 
 def make_recipe(
-    family: str, backend: str, memo: Memo, archs: tuple[str, ...] | None = None, root: Path | None = None
+    family: str, backend: str, memo: Memo | None, archs: tuple[str, ...] | None = None, root: Path | None = None
 ) -> Recipe:
-    """Reads the sources and asks for compilers and architectures. Raises ValueError for an unknown name."""
+    """Reads the sources and asks for compilers and architectures. Raises ValueError for an unknown name.
+
+    Without a `memo` compilers are not looked for: the recipe finds what is built, and cannot be compiled.
+    """
     import tvm_ffi
 
     root = root or source_root()
@@ -115,6 +158,8 @@ def make_recipe(
 
     cxx, cuda, missing, compilers = None, None, None, {}
     try:
+        if memo is None:
+            raise MissingTool("compilers were not looked for")
         cxx = find_cxx()
         compilers["cxx"] = cxx.version(memo)
         if backend == "cuda":

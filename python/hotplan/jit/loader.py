@@ -6,6 +6,7 @@ import atexit
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from hotplan.jit import cache
 from hotplan.jit.compile import CompileError, compile_library
 from hotplan.jit.key import Recipe, make_recipe
 from hotplan.jit.log import say
-from hotplan.jit.toolchain import ARCHS_VAR, Memo, MissingTool, parse_archs
+from hotplan.jit.toolchain import Memo, MissingTool, parse_archs
 
 if TYPE_CHECKING:
     import tvm_ffi
@@ -60,7 +61,8 @@ def build(
     """Makes sure that the cache holds the library, without loading it. With `archs` it needs no GPU.
 
     `archs` is like "9.0a,10.0a" (default: as in `load`). `out` is a directory to use in place of the cache;
-    where the library is wanted, HOTPLAN_CACHE_DIR has to name it. Raises as `load` does.
+    where the library is wanted, HOTPLAN_PREBUILT_DIR (or HOTPLAN_CACHE_DIR) has to name it. Raises as `load`
+    does. `hotplan build` does this for all modules at once.
     """
     parsed = None if archs is None else parse_archs(archs, "archs")
     if out is None:
@@ -74,21 +76,30 @@ def strict() -> bool:
 
 def build_command(recipe: Recipe, cache_dir: Path) -> str:
     """The shell command that compiles `recipe` into `cache_dir`."""
-    setting = {"HOTPLAN_STRICT": "0", "HOTPLAN_CACHE_DIR": str(cache_dir)}
-    if recipe.archs:
-        setting[ARCHS_VAR] = ",".join(recipe.archs)
-    code = f"import hotplan.jit; hotplan.jit.build('{recipe.family}', '{recipe.backend}')"
-    return " ".join(f"{var}={shlex.quote(value)}" for var, value in setting.items()) + f' python -c "{code}"'
+    words = [sys.executable or "python", "-m", "hotplan", "build", "--family", recipe.family]
+    words += ["--no-cpu", "--arch", ",".join(recipe.archs)] if recipe.backend == "cuda" else ["--no-cuda"]
+    return shlex.join([*words, "--out", str(cache_dir)])
 
 
 def _load(family: str, backend: str, root: Path | None) -> tvm_ffi.Module:
     import tvm_ffi
 
-    path = _ensure(cache.cache_root(), family, backend, None, root).path
-    try:
-        return tvm_ffi.load_module(path)
-    except Exception as error:
-        raise RuntimeError(f"{path} was built for this machine but cannot be loaded: {error}") from error
+    while True:
+        shipped = _shipped(family, backend, root)
+        path = shipped or _ensure(cache.cache_root(), family, backend, None, root).path
+        try:
+            return tvm_ffi.load_module(path)
+        except Exception as error:
+            if path.exists():  # else somebody pruned the cache since
+                origin = f"is in {cache.PREBUILT_VAR}" if shipped else "was built for this machine"
+                raise RuntimeError(f"{path} {origin} but cannot be loaded: {error}") from error
+
+
+def _shipped(family: str, backend: str, root: Path | None) -> Path | None:
+    """What HOTPLAN_PREBUILT_DIR has. It goes before the cache: what was shipped is what runs."""
+    if not cache.prebuilt_dirs():
+        return None
+    return cache.find_shipped(make_recipe(family, backend, None, None, root))
 
 
 def _ensure(
@@ -108,9 +119,10 @@ def _ensure(
         memo.save()
         return Built(found, 0.0)
     if strict():
+        near = cache.near_misses(cache_dir, recipe)
         raise RuntimeError(
             f"HOTPLAN_STRICT is set, so nothing is compiled, and {recipe.label} is not in {cache_dir} "
-            f"(key {recipe.key}). Build it with:\n  {build_command(recipe, cache_dir)}"
+            f"(key {recipe.key}{'; ' if near else ''}{near}). Build it with:\n  {build_command(recipe, cache_dir)}"
         )
     if recipe.missing:
         raise MissingTool(f"{recipe.label} is not in {cache_dir} and cannot be compiled: {recipe.missing}")

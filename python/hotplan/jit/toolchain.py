@@ -7,6 +7,7 @@ wait for nvcc or nvidia-smi.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ ARCHS_VARS = (ARCHS_VAR, "TVM_FFI_CUDA_ARCH_LIST")
 
 # Capabilities whose instructions (wgmma, tcgen05, ...) are only in the architecture-specific target.
 _SPECIFIC_ARCHS = {(9, 0): "9.0a", (10, 0): "10.0a", (10, 3): "10.3a", (12, 0): "12.0a"}
+_CAPABILITY = (75, 76)  # major and minor, as CUdevice_attribute numbers them
 _SYSTEM = Path("/usr/local")
 
 
@@ -209,6 +211,31 @@ def parse_archs(entries: str | Iterable[str], name: str) -> tuple[str, ...]:
     return tuple(sorted(set(words), key=lambda word: (_numbers(word), word)))
 
 
+def _ask_driver() -> list[tuple[int, int]]:
+    """The compute capabilities of the visible GPUs as the CUDA driver gives them; none where it gives none.
+
+    torch would initialise itself for CUDA to say them, with a context that takes hundreds of megabytes of a GPU which
+    the caller, who only wants to build or load a module, may never use. cuInit makes none. Like any use of CUDA it
+    spoils CUDA in children that are forked later. By then torch has counted the GPUs, mostly through the same driver
+    (PYTORCH_NVML_BASED_CUDA_CHECK=1 is the exception), and only a process that wants a CUDA module comes here.
+    """
+
+    def ask(function: str, *arguments: int) -> int:
+        answer = ctypes.c_int()
+        if getattr(driver, function)(ctypes.byref(answer), *arguments) != 0:
+            raise OSError(function)
+        return answer.value
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) != 0:
+            raise OSError("cuInit")
+        devices = [ask("cuDeviceGet", index) for index in range(ask("cuDeviceGetCount"))]
+        return [tuple(ask("cuDeviceGetAttribute", part, device) for part in _CAPABILITY) for device in devices]
+    except OSError:
+        return []
+
+
 def target_archs() -> tuple[tuple[str, ...], str]:
     """The architectures to compile for, and where they come from.
 
@@ -222,7 +249,8 @@ def target_archs() -> tuple[tuple[str, ...], str]:
     import torch
 
     if torch.cuda.is_available():
-        seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        count = torch.cuda.device_count()
+        seen = _ask_driver() or [torch.cuda.get_device_capability(i) for i in range(count)]
         archs = [_SPECIFIC_ARCHS.get(capability, "{}.{}".format(*capability)) for capability in seen]
         return parse_archs(archs, "torch.cuda"), "visible GPUs"
     raise RuntimeError(
