@@ -304,6 +304,9 @@ class Decoder:
 
         def step(who: str) -> None:
             self.made[who] = model.plans[who][name](**(options | common))
+            # SGLang's compressor reads its plan before it waits for the kernel in front of it, with which it may overlap.
+            # In a server other kernels lie between the two, as this one does here.
+            self.outputs[who].fill_(float("nan"))
             model.compress(who, self.inputs, self.made[who], self.outputs[who])
 
         self.replays = []
@@ -316,8 +319,6 @@ class Decoder:
         self.seq.copy_(torch.tensor(seq))
         # All padding goes to one place, so it must be the same for the place to be.
         self.inputs.copy_(torch.where((self.rid == 0)[:, None], 0.5, inputs))
-        for output in self.outputs.values():
-            output.fill_(float("nan"))
         for replay in self.replays:
             replay()
         theirs, ours = self.made["SGLang"], self.made["hotplan"]
