@@ -27,10 +27,9 @@ from device_buffer_cases import (
     Sequence,
     Step,
     Transfer,
+    assert_recorded,
     corrupt_before_step,
     golden_cases,
-    golden_expectation,
-    golden_step,
     item_index,
     make_case,
     pool_bytes,
@@ -39,6 +38,7 @@ from device_buffer_cases import (
     step_of,
     worked_case,
 )
+from graphs import seconds_of
 from hypothesis import HealthCheck, given, settings
 from threads import run_in_threads
 
@@ -206,12 +206,7 @@ def test_quick_worked_values_of_several_steps() -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_quick_recorded_outputs(strided: bool) -> None:
     for case in golden_cases():
-        bench = Bench(case, "cuda", strided=strided)
-        for number in range(len(case.recorded)):
-            bench.swap_in(hisparse, golden_step(case, number))
-            for name, expected in golden_expectation(case, number).items():
-                got = bench.array(name)[tuple(slice(0, size) for size in expected.shape)]
-                np.testing.assert_array_equal(got, expected, err_msg=f"step {number} {name}")
+        assert_recorded(Bench(case, "cuda", strided=strided), hisparse)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -768,25 +763,6 @@ def test_second_device(kind: str) -> None:
     ours.device_buffer_locs = ours.device_buffer_locs.to("cuda:0")
     with pytest.raises(ValueError, match="^device_buffer_locs: expected device cuda:1, got cuda:0"):
         ours.run(hisparse, step)
-
-
-def seconds_of(call: Callable[[], None]) -> float:
-    """Median time of a replay of 20 calls."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            call()
-    times = []
-    for _ in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[7]
 
 
 @pytest.mark.parametrize("hot_slots", [4096, 8192])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graphs import seconds_of
 from hisparse_cases import (
     POISON,
     Bench,
@@ -518,25 +519,6 @@ def test_second_device() -> None:
     ours.hot_block_table = ours.hot_block_table.to("cuda:0")
     with pytest.raises(ValueError, match="hot_block_table: expected device cuda:1, got cuda:0"):
         ours.resolve(hisparse, ids)
-
-
-def seconds_of(call: Callable[[], None]) -> float:
-    """Median time of a replay of 20 calls."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            call()
-    times = []
-    for _ in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[7]
 
 
 def test_clustered_ids_cost_what_random_ids_cost() -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import sglang_modules
 import torch
+from graphs import captured
 from ring_model import OnlineModel, RingModel
 from strategies import Geometry, Lengths, build_case, ragged
 
@@ -40,14 +41,6 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SPARE_ROWS = 5
 """What a captured verify batch has beyond the tokens that come."""
-
-
-def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """What replays a graph of the call. Capturing it runs nothing."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 @pytest.fixture(scope="module")

@@ -212,12 +212,7 @@ def test_the_servers_own_caller(ratio: int, unified: bool, server: SimpleNamespa
 
 @pytest.mark.parametrize("case", list(db.golden_cases()), ids=lambda c: f"K{c.top_k}H{c.hot_slots}bs{c.rows}")
 def test_recorded_swap_ins(case: Any, server: SimpleNamespace) -> None:
-    bench = db.Bench(case)
-    for number in range(len(case.recorded)):
-        bench.swap_in(server.coordinator, db.golden_step(case, number))
-        for name, expected in db.golden_expectation(case, number).items():
-            got = bench.array(name)[tuple(slice(0, size) for size in expected.shape)]
-            np.testing.assert_array_equal(got, expected, err_msg=f"step {number} {name}")
+    db.assert_recorded(db.Bench(case), server.coordinator)
 
 
 @pytest.mark.parametrize("kind", db.KINDS)

@@ -937,6 +937,15 @@ def golden_expectation(case: Case, number: int) -> dict[str, np.ndarray]:
     }
 
 
+def assert_recorded(bench: Bench, operators: ModuleType) -> None:
+    """Every step of a recorded case gives what SGLang's kernel gave."""
+    for number in range(len(bench.case.recorded)):
+        bench.swap_in(operators, golden_step(bench.case, number))
+        for name, expected in golden_expectation(bench.case, number).items():
+            got = bench.array(name)[tuple(slice(0, size) for size in expected.shape)]
+            np.testing.assert_array_equal(got, expected, err_msg=f"step {number} {name}")
+
+
 def worked_case(kind: str = "linear", **changes: Any) -> Case:
     """K 3, H 4, one request: slots 0 to 3 are rows 9, 7, 3 and 5, the slot behind them is row 11; token t is host row
     50 - t of 64."""

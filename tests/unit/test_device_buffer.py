@@ -21,10 +21,9 @@ from device_buffer_cases import (
     Sequence,
     Step,
     Transfer,
+    assert_recorded,
     corrupt_before_step,
     golden_cases,
-    golden_expectation,
-    golden_step,
     make_case,
     pool_bytes,
     random_step,
@@ -92,12 +91,7 @@ def test_names_order_and_defaults_are_those_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("case", list(golden_cases()), ids=lambda c: f"K{c.top_k}H{c.hot_slots}bs{c.rows}")
 def test_recorded_outputs(case: Any, strided: bool) -> None:
-    bench = Bench(case, strided=strided)
-    for number in range(len(case.recorded)):
-        bench.swap_in(hisparse, golden_step(case, number))
-        for name, expected in golden_expectation(case, number).items():
-            got = bench.array(name)[tuple(slice(0, size) for size in expected.shape)]
-            np.testing.assert_array_equal(got, expected, err_msg=f"step {number} {name}")
+    assert_recorded(Bench(case, strided=strided), hisparse)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dsv4"])

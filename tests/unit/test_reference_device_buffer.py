@@ -21,10 +21,9 @@ from device_buffer_cases import (
     Sequence,
     Step,
     Transfer,
+    assert_recorded,
     corrupt_before_step,
     golden_cases,
-    golden_expectation,
-    golden_step,
     item_index,
     make_case,
     pool_bytes,
@@ -98,12 +97,7 @@ def host_item(bench: Bench, row: int, pool: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("case", list(golden_cases()), ids=lambda c: f"K{c.top_k}-H{c.hot_slots}-bs{c.rows}")
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 def test_recorded_outputs(case: Case, strided: bool) -> None:
-    bench = Bench(case, strided=strided)
-    for number in range(len(case.recorded)):
-        bench.swap_in(device_buffer, golden_step(case, number))
-        for name, expected in golden_expectation(case, number).items():
-            got = bench.array(name)[tuple(slice(0, size) for size in expected.shape)]
-            np.testing.assert_array_equal(got, expected, err_msg=f"step {number}: {name}")
+    assert_recorded(Bench(case, strided=strided), device_buffer)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dsv4"])

@@ -105,17 +105,13 @@ class Recipe:
     def label(self) -> str:
         return f"{self.family} ({' '.join([self.backend, *self.archs])})"
 
-    def accepts(self, parts: dict[str, Any], shipped: bool = False) -> bool:
-        """Whether a library built from `parts` serves: the same build, or one for more architectures.
-
-        On a machine without compilers there are no versions to compare; then what another machine built from
-        the same sources serves. Of what was `shipped` on purpose the compilers do not count at all, and code
-        that was built for an earlier minor capability serves, too.
-        """
-        return not self.differences(parts, shipped)
-
     def differences(self, parts: dict[str, Any], shipped: bool = False) -> dict[str, str]:
-        """Why a library built from `parts` does not serve: the part -> what about it, in words."""
+        """Why a library built from `parts` does not serve: the part -> what about it, in words.
+
+        It serves if it is the same build, or one for more architectures. On a machine without compilers there are
+        no versions to compare; then what another machine built from the same sources serves. Of what was `shipped` on
+        purpose the compilers do not count at all, and code that was built for an earlier minor capability serves, too.
+        """
         waived = {"archs"}
         if shipped:
             waived |= {"compilers", "environment"}
