@@ -1,0 +1,1 @@
+"""Valid calls of HotBuffer."""
