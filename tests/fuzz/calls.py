@@ -13,6 +13,10 @@ import torch
 from fuzz.memory import Leaf
 
 
+class Misbehaved(Exception):
+    """An operator broke its word in a way that only the call's own run can see."""
+
+
 @dataclass
 class Call:
     """One call: arguments are trees of leaves, and plain values."""
@@ -26,12 +30,22 @@ class Call:
     """Hostile values, shared memory or the like: a GPU's result depends on the order of its threads."""
     aliased: bool = False
     """Arguments share memory: results are nobody's promise."""
+    capturable: bool = True
+    bounded: frozenset[str] = frozenset()
+    """Integers that ask for memory, and stay small."""
+    run: Callable[[dict[str, Any]], Any] | None = None
+    """What is done with the arguments, where that is more than passing them to the function."""
+    extra_names: set[str] = field(default_factory=set)
     mutations: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> set[str]:
-        """Names that a message may use for an argument."""
-        return set(inspect.signature(self.function).parameters)
+        """Names that a message may use for an argument, or for a part of one."""
+        parts = {part for value in self.arguments.values() for part in getattr(value, "_fields", ())}
+        return {*inspect.signature(self.function).parameters, *self.extra_names, *parts}
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        return self.run(arguments) if self.run else self.invoke(self.function, arguments)
 
     def invoke(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self.positional:

@@ -215,6 +215,10 @@ VIEWS: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = (
 )
 
 
+NO_TENSORS = frozenset({"on meta", "sparse", "conjugated", "negated", "as numpy", "as a list"})
+"""What the reference, which is written with torch and NumPy, need not take as the operators do."""
+
+
 def view(rng: np.random.Generator, call: Call) -> str | None:
     name, leaf = pick(rng, _named_leaves(call))
     what, function = pick(rng, VIEWS)
@@ -225,6 +229,8 @@ def view(rng: np.random.Generator, call: Call) -> str | None:
         return None
     leaf.views.append((what, function))
     call.racy = True
+    if what in NO_TENSORS:
+        call.reference = None
     return f"{name}: {what}"
 
 
@@ -257,6 +263,8 @@ def swap(rng: np.random.Generator, call: Call) -> str | None:
         return None
     one, two = (paths[i] for i in rng.permutation(len(paths))[:2])
     first, second = _at(call.arguments, one), _at(call.arguments, two)
+    if {one[0], two[0]} & call.bounded:
+        return None
     # What may be written is said by the place.
     written = [isinstance(x, Leaf) and x.written for x in (second, first)]
     for x, may_write in zip((first, second), written, strict=True):
@@ -274,8 +282,10 @@ def number(rng: np.random.Generator, call: Call) -> str | None:
         return None
     path = pick(rng, paths)
     old = _at(call.arguments, path)
-    if isinstance(old, bool):
-        new: int = not old
+    if path[0] in call.bounded:
+        new: int = pick(rng, (-1, 0, 1, 2, old - 1, old + 1))
+    elif isinstance(old, bool):
+        new = not old
     else:
         new = pick(rng, (*INTEGERS, old - 1, old + 1, 2 * old, -old))
     call.arguments = _with(call.arguments, path, new)
@@ -288,7 +298,9 @@ def replaced(rng: np.random.Generator, call: Call) -> str | None:
     path = pick(rng, (*_paths(call.arguments), *tops))
     new = pick(rng, OBJECTS)
     old = _at(call.arguments, path)
-    if any(x.trusted for x in leaves(old)) and isinstance(new, np.ndarray):
+    if isinstance(new, np.ndarray) and any(x.trusted for x in leaves(old)):
+        return None
+    if path[0] in call.bounded and isinstance(new, (int, np.integer)) and new > 1:
         return None
     call.arguments = _with(call.arguments, path, new)
     return f"{_name(path)}: {new!r}"

@@ -16,6 +16,11 @@ REFUSALS = (TypeError, ValueError)
 # Python's own words about a signature.
 _SIGNATURE = re.compile(r"unexpected keyword argument|missing \d+ required|positional arguments? but|multiple values for")
 
+# torch hands no such tensor to anybody: without memory, sparse, quantized. The operators never see it.
+_NOT_HANDED_OVER = re.compile(r"Cannot pack tensors on|tensor that doesn't have storage|not supported by dlpack", re.IGNORECASE)
+# The kernels want aligned plans, the reference does not care.
+_STRICTER = re.compile(r"expected data aligned to")
+
 Guarded = Callable[[Arena], AbstractContextManager[Any]]
 """Forbids what lies in the arena's storages but in no tensor, while it is open."""
 
@@ -67,6 +72,8 @@ def check_error(outcome: Outcome, names: set[str]) -> None:
     """A refusal is a TypeError or a ValueError that names an argument."""
     if outcome.error is None:
         return
+    if isinstance(outcome.error, RuntimeError) and _NOT_HANDED_OVER.search(str(outcome.error)):
+        return
     if not outcome.refused():
         raise Finding(f"raised {outcome.error_text()}")
     text = str(outcome.error)
@@ -112,36 +119,28 @@ def graphed(call: Call) -> Outcome:
     def capture_and_replay(arguments: dict[str, Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = call.invoke(call.function, arguments)
+            result = call(arguments)
         graph.replay()
         return result
 
     return Outcome(call, capture_and_replay, "cuda")
 
 
-def argument_names(call: Call) -> set[str]:
-    """Names of arguments and of the parts of those that are named tuples."""
-    names = set(call.names)
-    for value in call.arguments.values():
-        names |= set(getattr(value, "_fields", ()))
-    return names
-
-
 def judge(call: Call, device: str, *, graph: bool = False, guarded: Guarded | None = None) -> str:
     """Runs the call by all rules. Returns "refused" or "returned"; raises Finding, and Unbuildable."""
-    first = Outcome(call, lambda arguments: call.invoke(call.function, arguments), device, guarded)
-    check_error(first, argument_names(call))
+    first = Outcome(call, call, device, guarded)
+    check_error(first, call.names)
     check_memory(first)
     if call.reference is not None and not call.aliased and (device == "cpu" or not call.racy):
         _check_reference(first)
     if first.error is not None:
         return "refused"
     if device == "cpu":
-        again = Outcome(call, lambda arguments: call.invoke(call.function, arguments), device)
+        again = Outcome(call, call, device)
         check_same(first, again, "the same call once more")
-    elif graph:
+    elif graph and call.capturable:
         replayed = graphed(call)
-        check_error(replayed, argument_names(call))
+        check_error(replayed, call.names)
         check_memory(replayed)
         if not call.racy:
             check_same(first, replayed, "the replay of its graph")
@@ -154,5 +153,5 @@ def _check_reference(first: Outcome) -> None:
     if first.error is None:
         _expect(reference.error is None, f"returned, but the reference raised {reference.error_text()}")
         check_same(first, reference, "the reference")
-    else:
+    elif not _STRICTER.search(str(first.error)):
         _expect(reference.error is not None, f"raised {first.error_text()}, but the reference accepts it")

@@ -27,9 +27,11 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1
 def environment() -> dict[str, str]:
     """What a process needs to load such modules: the sanitizer's library before all others."""
     compiler = os.environ.get("CXX", "g++")
-    library = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
+    # The C++ library as well: the sanitizer looks for its functions before anybody has loaded it.
+    asked = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    found = [subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip() for words in asked]
     options = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1:detect_stack_use_after_return=0"
-    return {"LD_PRELOAD": library.stdout.strip(), "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def load() -> Guarded:
