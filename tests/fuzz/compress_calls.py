@@ -87,7 +87,10 @@ def _rows(rows: int, bytes_: int) -> Leaf:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> Call:
-    return Call(name, getattr(hotplan, name), getattr(reference, name), arguments)
+    # Those of one ratio among several are named as where there is one.
+    return Call(
+        name, getattr(hotplan, name), getattr(reference, name), arguments, extra_names={"compress_ratio", "ring_size"}
+    )
 
 
 def _ratios(rng: np.random.Generator, arguments: dict[str, Any], prefill: bool) -> tuple[int, ...]:

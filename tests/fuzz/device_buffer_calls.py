@@ -24,6 +24,7 @@ WRITTEN = (
     "device_buffer", "device_buffer_k", "device_buffer_v", "cache_policy", "scratch_state",
 )  # fmt: skip
 HOST = ("host_cache", "host_cache_k", "host_cache_v")
+POOLS = (*HOST, "device_buffer", "device_buffer_k", "device_buffer_v")
 # Tensors that share one row stride have one gap.
 GAPS = {
     "top_k_tokens": "asked", "top_k_blocks": "asked", "top_k_device_locs": "out", "device_buffer_tokens": "tables",
@@ -74,14 +75,13 @@ def _load(name: str, rng: np.random.Generator) -> Call:
         if not hasattr(value, "numpy"):
             return value
         place = "host" if key in HOST else "device"
-        return leaf(value, gap=gaps.get(GAPS.get(key, ""), 0), written=key in WRITTEN, place=place)
+        gap = gaps.get(GAPS.get(key, ""), 0)
+        return leaf(value, gap=gap, written=key in WRITTEN, place=place, pool=key in POOLS)
 
     arguments = {key: of(key, value) for key, value in raw.items()}
     if not case.paged and chance(rng, 0.3):
-        for key in (k for k in arguments if "cache" in k or "buffer" in k):
-            value = arguments[key]
-            if isinstance(value, Leaf) and value.array.dtype == np.uint8:
-                value.shift = pick(rng, (1, 4, 8))
+        for key in (key for key in POOLS if key in arguments):
+            arguments[key].shift = pick(rng, (1, 4, 8))
     return _call(name, arguments)
 
 
@@ -109,8 +109,8 @@ def _copy_planned(rng: np.random.Generator, device: str) -> Call:
         "miss_dst": Leaf(rows, gap=(gap,)),
         "miss_count": Leaf(rng.integers(-1, shape[1] + 2, case.rows + pick(rng, (0, 2))).astype(np.int32)),
         "num_real_reqs": pick(rng, (None, Leaf(np.array([rng.integers(-1, case.rows + 2)], np.int32)))),
-        "host_cache": leaf(bench.host_pools[0], place="host"),
-        "device_buffer": leaf(bench.device_pools[0], written=True),
+        "host_cache": leaf(bench.host_pools[0], place="host", pool=True),
+        "device_buffer": leaf(bench.device_pools[0], written=True, pool=True),
         "item_size_bytes": case.item_bytes,
         "num_blocks": pick(rng, (1, 4, 16)),
         "is_dsv4_layout": paged,

@@ -31,6 +31,7 @@ class Leaf:
         trusted: its values are a promise of the caller, so they are never made hostile.
         views: what is done to the tensor before it is passed: (description, function).
         shares: the leaf whose memory it has in place of its own.
+        pool: its bytes are nobody's indices, and two copies into one row leave those of either.
         pointers: it holds the addresses of these leaves.
     """
 
@@ -40,6 +41,7 @@ class Leaf:
     gap: tuple[int, ...] = ()
     shift: int = 0
     trusted: bool = False
+    pool: bool = False
     views: list[tuple[str, Callable[[torch.Tensor], Any]]] = field(default_factory=list)
     shares: Leaf | None = None
     pointers: list[Leaf] | None = None
@@ -128,11 +130,13 @@ class Arena:
 
     def _passed(self, leaf: Leaf) -> Any:
         tensor: Any = self._tensor(leaf)
+        block = self.blocks[id(leaf.shares or leaf)]
+        inside = tensor
         for _, view in leaf.views:
             tensor = view(tensor)
-        block = self.blocks[id(leaf.shares or leaf)]
-        if isinstance(tensor, torch.Tensor) and _in(tensor, block.base):
-            block.views.append((tensor.detach(), leaf.written))
+            if isinstance(tensor, torch.Tensor) and _in(tensor, block.base):
+                inside = tensor.detach()
+        block.views.append((inside, leaf.written))
         return tensor
 
     def _tensor(self, leaf: Leaf) -> torch.Tensor:
@@ -194,6 +198,11 @@ class Arena:
                 differs &= ~block.mask(written=True)
             if differs.any():
                 yield leaf, int(differs.nonzero()[0]) - GUARD
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes on the CPU: unlike numbers, they are equal to themselves."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _in(tensor: torch.Tensor, base: torch.Tensor) -> bool:

@@ -78,13 +78,13 @@ def _interesting(call: Call) -> list[int]:
     sizes = {n for _, x in _named_leaves(call) for n in (*x.array.shape, x.array.size)}
     sizes |= {v for v in call.arguments.values() if isinstance(v, int) and abs(v) < 2**40}
     near = {n + d for n in sizes for d in (-1, 0, 1)}
-    return sorted(near | {-2, -1, 0, 1, 2**15 - 1, 2**15, 2**16, 2**31 - 1, 2**31, -(2**31), 2**32, 2**33 + 5, 2**62, -(2**63)})
+    always = {-2, -1, 0, 1, 2**15 - 1, 2**15, 2**16, 2**31 - 1, 2**31, -(2**31), 2**32, 2**33 + 5, 2**62, -(2**63)}
+    return sorted(near | always)
 
 
 def values(rng: np.random.Generator, call: Call) -> str | None:
     candidates = [(n, x) for n, x in _named_leaves(call, hostile=True) if x.array.size and x.array.dtype.kind in "iub"]
-    # The bytes of pools mean nothing.
-    candidates = [(n, x) for n, x in candidates if "cache" not in n or x.array.dtype != np.uint8]
+    candidates = [(n, x) for n, x in candidates if not x.pool]
     if not candidates:
         return None
     name, leaf = pick(rng, candidates)
@@ -155,7 +155,7 @@ def rank(rng: np.random.Generator, call: Call) -> str | None:
     elif array.size == 0 or array.ndim == 0:
         return None
     else:
-        leaf.array = (array[0] if how == "first" else array.reshape(-1)[0].reshape(())).copy()
+        leaf.array = np.array(array[0] if how == "first" else array.reshape(-1)[0])
     leaf.gap = ()
     return f"{name}: rank {array.ndim} -> {leaf.array.ndim}"
 
@@ -298,6 +298,8 @@ def replaced(rng: np.random.Generator, call: Call) -> str | None:
     path = pick(rng, (*_paths(call.arguments), *tops))
     new = pick(rng, OBJECTS)
     old = _at(call.arguments, path)
+    if isinstance(new, (np.ndarray, np.generic)):
+        call.reference = None
     if isinstance(new, np.ndarray) and any(x.trusted for x in leaves(old)):
         return None
     if path[0] in call.bounded and isinstance(new, (int, np.integer)) and new > 1:

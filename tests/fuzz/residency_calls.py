@@ -54,8 +54,8 @@ def _pools(rng: np.random.Generator, case: hisparse_cases.Case, *, flat: bool = 
     if flat:
         hot, gap = hot.reshape(-1, case.row_bytes), ()
     return {
-        "host_cache": Leaf(host, place="host"),
-        "hot_cache": Leaf(hot, written=True, gap=gap),
+        "host_cache": Leaf(host, place="host", pool=True),
+        "hot_cache": Leaf(hot, written=True, gap=gap, pool=True),
     }
 
 
@@ -84,7 +84,8 @@ def _resolve(name: str, rng: np.random.Generator) -> Call:
             strict=False,
         )
     )
-    wanted = [n for n in ("miss_mask", "resolved_global_indices", "valid_counts", "attention_indices", "stats") if chance(rng, 0.6)]
+    optional = ("miss_mask", "resolved_global_indices", "valid_counts", "attention_indices", "stats")
+    wanted = [name for name in optional if chance(rng, 0.6)]
     if chance(rng, 0.6):
         wanted += ["swap_host_physical_rows", "swap_device_physical_rows", "swap_counts"]
     options = bench.options(*wanted, "hot_indices")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 import numpy as np
+import torch
 
 from fuzz import operators
 from fuzz.calls import Call
@@ -61,6 +62,7 @@ def run_case(seed: int, operator: str, number: int, device: str, guarded: Guarde
 def run(options: Any, pipe: TextIO, guarded: Guarded | None) -> None:
     """Runs until the options' count or time is over. `pipe` takes one JSON object a line."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # tensors are small, and two drivers may share two cores
 
     def say(**record: Any) -> None:
         pipe.write(json.dumps(record) + "\n")
