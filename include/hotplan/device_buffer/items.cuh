@@ -29,9 +29,8 @@ struct ItemRow {
   }
 
   __device__ __forceinline__ Piece paged_piece(uint32_t byte) const {
-    const bool scale = byte >= kValueBytes;
-    return {
-        from + byte + (scale ? scale_gap(page_slots % 256) : 0), to + byte + (scale ? scale_gap(page_slots / 256) : 0)};
+    if (byte < kValueBytes) return {from + byte, to + byte};
+    return {from + byte + scale_gap(page_slots % 256), to + byte + scale_gap(page_slots / 256), true};
   }
 };
 
