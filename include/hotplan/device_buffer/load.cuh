@@ -206,6 +206,10 @@ struct Request {
 
   // ---------------------------------------------------------------------------------------------------------- copies
 
+  __device__ __forceinline__ int64_t host_rows() const {
+    return p.items.host_rows;
+  }
+
   __device__ __forceinline__ ItemCopy copy_of(int64_t source, int32_t where) const {
     return {source, where};
   }

@@ -259,6 +259,10 @@ struct Residency {
     return {id, where};
   }
 
+  __device__ __forceinline__ int64_t host_rows() const {
+    return p.caches.host_rows;
+  }
+
   /// launch.copy is set for rows that can be copied in 16-byte pieces.
   template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {

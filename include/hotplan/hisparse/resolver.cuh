@@ -30,6 +30,9 @@
 
 namespace hotplan::hisparse {
 
+/// Copies of a block from which on sorting them pays.
+inline constexpr uint32_t kSortedCopies = 32;
+
 /// What a launch says about a resolution, beside the family's params.
 struct SetLaunch {
   uint32_t cluster_log2;  // blocks per set
@@ -469,15 +472,54 @@ struct Resolver {
     });
   }
 
-  /// Copy m, for Addressing::copy.
+  /// The copies of this block, for Addressing::copy: every blocks()-th miss, as they come or as `sorted` says.
   struct Copies {
     const Resolver& r;
     uint32_t loads;
+    bool sorted;
 
-    __device__ __forceinline__ auto at(uint32_t m) const {
+    __device__ __forceinline__ auto at(uint32_t n) const {
+      const uint32_t m = sorted ? r.slot_of[n] : n * r.blocks() + r.rank;
       return r.a.copy_of(r.sources[m], r.row_of_miss(m, loads));
     }
   };
+
+  /// Misses of this block by where they lie in host memory, in the place of slot_of. Requests that are resolved side by
+  /// side then read from the same part of the pool at a time, and the GPU's address translation, which holds only a
+  /// part of it, finds more of what it needs.
+  __device__ __forceinline__ void sort_copies(uint32_t count) const {
+    constexpr uint32_t kBuckets = 4 * kWarp;
+    auto* const place = reinterpret_cast<uint32_t*>(totals);  // [kBuckets]
+    static_assert(sizeof(WarpTotals<uint64_t>) >= kBuckets * sizeof(uint32_t));
+    const float share = kBuckets / static_cast<float>(a.host_rows());
+    const auto bucket_of = [&](uint32_t m) {
+      return min(kBuckets - 1, static_cast<uint32_t>(static_cast<float>(sources[m]) * share));
+    };
+    if (threadIdx.x < kBuckets) place[threadIdx.x] = 0;
+    __syncthreads();  // nobody asks slot_of any more, either
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < count; n += kThreads) atomicAdd(place + bucket_of(n * blocks() + rank), 1u);
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      uint32_t size[4];
+      uint32_t own = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) own += size[i] = place[threadIdx.x * 4 + i];
+      uint32_t next = warp_scan(own, threadIdx.x) - own;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        place[threadIdx.x * 4 + i] = next;
+        next += size[i];
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < count; n += kThreads) {
+      const uint32_t m = n * blocks() + rank;
+      slot_of[atomicAdd(place + bucket_of(m), 1u)] = static_cast<Index>(m);
+    }
+    __syncthreads();
+  }
 
   __device__ __forceinline__ void resolve() const {
     Own own;
@@ -520,10 +562,11 @@ struct Resolver {
     }
     a.write_counts(rank, blocks(), copies);
     a.add_stats(rank, scanned.sum.first() - misses, misses);
-    if (launch.copy && copies > 0) {
-      constexpr uint32_t kWarps = kThreads / kWarp;
-      // Few rows are spread over the blocks first.
-      a.copy(Copies{*this, target.loads}, copies, threadIdx.x / kWarp * blocks() + rank, kWarps * blocks());
+    if (launch.copy && copies > rank) {
+      const uint32_t count = (copies - rank - 1) / blocks() + 1;
+      const bool sorted = !kWide && count >= kSortedCopies;
+      if (sorted) sort_copies(count);
+      a.copy(Copies{*this, target.loads, sorted}, count, threadIdx.x / kWarp, kThreads / kWarp);
     }
   }
 };
