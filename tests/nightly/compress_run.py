@@ -84,7 +84,7 @@ class CompressRun:
         self._seed, self._damage = seed, damage
         ring = bool(rng.random() < 0.3)
         self.settings = Settings(
-            token_budget=int(rng.choice([512, 2048])),
+            token_budget=int(rng.choice([768, 2048])),
             max_running=int(rng.choice([16, 64, 128])),
             page_size=int(rng.choice([256, 512])),
             slots=int(rng.choice([2**17, 2**19])),
