@@ -17,8 +17,17 @@ from pathlib import Path
 import pytest
 import tvm_ffi
 from compile_support import (
-    FORK, HEADER, CountingCompiler, Family, answer, build, drop_power_over_files, in_child, published, wait_for,
-)  # fmt: skip
+    FORK,
+    HEADER,
+    CountingCompiler,
+    Family,
+    answer,
+    build,
+    drop_power_over_files,
+    in_child,
+    published,
+    wait_for,
+)
 
 import hotplan.jit
 from hotplan.jit import cache, loader

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from compile_support import (
-    FORK, CountingCompiler, Family, answer, build, in_child, leftovers, published, wait_for,
-)  # fmt: skip
+    FORK,
+    CountingCompiler,
+    Family,
+    answer,
+    build,
+    in_child,
+    leftovers,
+    published,
+    wait_for,
+)
 
 from hotplan.cli.main import main
 from hotplan.jit import cache, key, upkeep

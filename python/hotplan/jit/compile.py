@@ -108,6 +108,8 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
     directory = directory.resolve()
     sources = directory / "src"
     write_sources(recipe, sources)
+    # tvm-ffi takes a lock file that it cannot make for one that somebody has, and waits for ever: on a full disk.
+    (directory / "lock").touch()
 
     # __FILE__ and std::source_location in messages: csrc/..., not a directory that is gone by then.
     mapped = f"-ffile-prefix-map={sources}/="

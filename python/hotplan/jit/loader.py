@@ -153,9 +153,8 @@ def _ensure(
             )
             return _compile_into(private, recipe)
         except OSError as second:
-            raise RuntimeError(
-                f"{recipe.label} can be built neither in {cache_dir} ({error}) nor in {tempfile.gettempdir()} ({second})"
-            ) from second
+            places = f"neither in {cache_dir} ({error}) nor in {tempfile.gettempdir()} ({second})"
+            raise RuntimeError(f"{recipe.label} can be built {places}") from second
 
 
 def _compile_into(cache_dir: Path, recipe: Recipe) -> Built:

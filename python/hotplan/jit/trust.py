@@ -20,10 +20,10 @@ _MAX_LINKS = 40  # as in Linux
 def refuse_foreign(path: Path) -> None:
     """Raises RuntimeError if somebody else could have put code at `path`: loading it would run that code.
 
-    `path` itself must belong to the user or root and be writable by nobody else. On the way to it, nobody else may be able
-    to put something in its place: each directory must be theirs, too, and writable by nobody else, unless its sticky bit
-    protects what is in it or nobody else gets that far. So what was checked stays what is loaded. Raises OSError where
-    there is nothing.
+    `path` itself must belong to the user or root and be writable by nobody else. On the way to it, nobody else may be
+    able to put something in its place: each directory must be theirs, too, and writable by nobody else, unless its
+    sticky bit protects what is in it or nobody else gets that far. So what was checked stays what is loaded. Raises
+    OSError where there is nothing.
     """
     *way, (real, status) = _walk(path)
     hidden: dict[Path, bool] = {}  # of every directory, whether others cannot reach what is in it
@@ -75,14 +75,14 @@ def _check_on_the_way(path: Path, where: Path, entry: os.stat_result) -> None:
     kind = "link" if stat.S_ISLNK(entry.st_mode) else "directory"
     if entry.st_uid not in (0, os.geteuid()) and entry.st_uid != _unmapped():
         raise RuntimeError(
-            f"{path} can be replaced by user id {entry.st_uid}, to whom the {kind} {where} belongs, and hotplan would load "
-            "code from it. Set HOTPLAN_CACHE_DIR to a directory that only you and root can replace."
+            f"{path} can be replaced by user id {entry.st_uid}, to whom the {kind} {where} belongs, and hotplan would "
+            "load code from it. Set HOTPLAN_CACHE_DIR to a directory that only you and root can replace."
         )
     if kind == "directory" and entry.st_mode & _OTHERS_WRITE and not entry.st_mode & stat.S_ISVTX:
         raise RuntimeError(
-            f"{path} can be replaced by other users, who can write to {where} (mode {stat.S_IMODE(entry.st_mode):o}), and "
-            f"hotplan would load code from it. Run `chmod go-w {where}` (or `chmod +t {where}`, if they have to write "
-            "there), or set HOTPLAN_CACHE_DIR to a directory that only you and root can replace."
+            f"{path} can be replaced by other users, who can write to {where} (mode {stat.S_IMODE(entry.st_mode):o}), "
+            f"and hotplan would load code from it. Run `chmod go-w {where}` (or `chmod +t {where}`, if they have to "
+            "write there), or set HOTPLAN_CACHE_DIR to a directory that only you and root can replace."
         )
 
 

@@ -28,15 +28,15 @@ _DRAFT = re.compile(r"\.(compilers|manifest)\.json\.[-\d]+")
 _VERSION_PARTS = {"format", "family", "sources", "flags", "tvm_ffi"}
 
 SECONDS_PER_DAY = 86400
-# Longer than any build. Another machine's lock may not be seen here; its clock may be another, too, and then what it loses
+# Longer than any build. Another machine's lock may not be seen here; if its clock is another, too, what it can lose
 # is a build.
 _ABANDONED_DAYS = 1.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a cache that may be removed: a built module, the log of a failed compile, or what a builder worked in
-    that was killed.
+    """Something in a cache that may be removed: a built module, the log of a failed compile, or the working directory
+    of a build that was killed.
 
     `why_not` is "" where this installation can load the module; `outdated` if no setting of it could.
     """
