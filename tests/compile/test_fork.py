@@ -98,6 +98,7 @@ def test_a_child_keeps_no_lock_of_a_parent_that_dies(family: Family, slow: tuple
         heir.join(20)
         assert heir.exitcode == 0
     finally:
+        release.touch()
         os.kill(child, 9)
         for end in seen:
             os.close(end)

@@ -291,3 +291,26 @@ def test_an_explicit_target_is_no_exception(family: Family, place: Path) -> None
     refused: Callable[[], object] = lambda: hotplan.jit.build("fake", "cpu", out=place / "out", root=family.root)  # noqa: E731
     with pytest.raises(RuntimeError, match="can be replaced by other users"):
         refused()
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+def message(path: Path) -> str:
+    with pytest.raises(RuntimeError) as error:
+        refuse_foreign(path)
+    return str(error.value)
+
+
+@as_root
+def test_the_document_shows_what_is_said(place: Path) -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "security.md").read_text().split())
+    path = nested(place)
+    path.chmod(0o777)
+    assert message(path).replace(str(path), "/tmp/scratch/hotplan") in text
+    path.chmod(0o755)
+    path.parent.chmod(0o777)
+    assert message(path).replace(str(path), "/scratch/hotplan").replace(str(path.parent), "/scratch") in text
+    path.parent.chmod(0o755)
+    give(path.parent, 1001)
+    assert message(path).replace(str(path), "/srv/alice/hotplan").replace(str(path.parent), "/srv/alice") in text

@@ -111,7 +111,8 @@ def find(root: Path, recipe: Recipe) -> Path | None:
         try:
             return _library(exact, recipe)
         except ValueError as error:
-            _report_damage(exact, str(error))
+            if exact.is_dir():  # else somebody removed it just now
+                _report_damage(exact, str(error))
     for other in _candidates(root, recipe):
         with contextlib.suppress(ValueError):
             return _library(other, recipe)
