@@ -154,3 +154,49 @@ CALLS: dict[str, Callable[[int], str]] = {
     "transfer_cache_dsv4_mla": _transfer,
     "translate_padded_hisparse_locations": _translate,
 }
+
+
+# -- long calls --------------------------------------------------------------------------------------------------------
+
+
+class LongCalls:
+    """Calls of about a millisecond, prepared so that little else happens between them: those of several threads overlap.
+
+    `run` makes them; `digest` is of the state that they leave.
+    """
+
+    def __init__(self, family: str, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._calls: list[Callable[[], Any]] = []
+        self._written: list[Any] = []
+        if family == "compress":
+            case = build_case(ragged(seed, 1000, 20), SERVER_GEOMETRIES[seed % 6], seed=seed)
+            plan = case.prefill(hotplan.plan_compress_prefill)
+            self._calls = [lambda: case.prefill(hotplan.plan_compress_prefill, out=plan)]
+            self._written = [plan]
+        elif family == "hisparse":
+            sets = residency.make_case(seed=seed, top_k=1024, hot_slots=1500, rows=8, host_rows=6000)
+            bench = residency.Bench(sets)
+            for _ in range(3):
+                arguments, options = bench.arguments(residency.random_ids(sets, rng)), bench.options()
+                self._calls.append(lambda a=arguments, o=options: hisparse.swap_in(*a, **o))
+            self._written = [getattr(bench, name) for name in (*bench.OUTPUTS, *bench.STATE)] + [bench.hot_pool]
+        else:
+            buffer = buffers.make_case(family, seed=seed, top_k=512, hot_slots=1200, rows=4)
+            holder = buffers.Bench(buffer)
+            for _ in range(3):
+                step = buffers.random_step(buffer, rng, spread=0.8)
+                step.num_real = None
+                arguments = holder.arguments(step)
+                operator = holder.operator(hisparse)
+                self._calls.append(lambda o=operator, a=arguments: o(**a))
+            names = (*holder.state_names, *holder.output_names)
+            self._written = [getattr(holder, name) for name in names] + holder.device_pools
+
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for call in self._calls:
+                call()
+
+    def digest(self) -> str:
+        return _digest(self._written)

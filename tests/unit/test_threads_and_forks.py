@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from operator_calls import CALLS
+from operator_calls import CALLS, LongCalls
 from threads import run_in_threads
 
 import hotplan
@@ -40,6 +40,23 @@ def test_threads_with_tensors_of_their_own_do_not_know_of_each_other(name: str) 
     run_in_threads(THREADS, work)
 
 
+@pytest.mark.parametrize("family", ["compress", "hisparse", "linear", "dsv4", "blocks", "steps"])
+def test_calls_that_overlap(family: str) -> None:
+    """Each of them takes long enough that several run at the same time, on as many cores."""
+    alone = [LongCalls(family, seed) for seed in range(4)]
+    for calls in alone:
+        calls.run(40)
+    together = [LongCalls(family, seed) for seed in range(4)]
+    barrier = threading.Barrier(4)
+
+    def work(i: int) -> None:
+        barrier.wait()
+        together[i].run(40)
+
+    run_in_threads(4, work)
+    assert [calls.digest() for calls in together] == [calls.digest() for calls in alone]
+
+
 def test_all_operators_at_once() -> None:
     names = list(CALLS)
     expected = {name: CALLS[name](5) for name in names}
@@ -55,7 +72,7 @@ _FIRST_CALLS = """
 import sys
 sys.path[:0] = sys.argv[1:]
 import threading
-from operator_calls import CALLS
+from operator_calls import CALLS, LongCalls
 from threads import run_in_threads
 from hotplan.jit import loader
 names = list(CALLS)
