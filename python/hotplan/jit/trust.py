@@ -47,7 +47,7 @@ def refuse_foreign(path: Path) -> None:
 
 def make_directory(path: Path) -> None:
     """`path` and what it lies in, none of it writable by others whatever the umask. Raises OSError."""
-    missing = [part for part in (path, *path.parents) if not part.is_dir()]
+    missing = [part for part in (path, *path.parents) if not part.exists()]
     for part in reversed(missing):
         try:
             os.mkdir(part, 0o755)
