@@ -90,10 +90,11 @@ def _print(root: Path, entries: list[Entry], prebuilt: bool) -> None:
 @click.option("--days", type=click.FloatRange(min=0), metavar="N", help="Also what was built more than N days ago.")
 @_DRY
 def prune(directory: Path | None, days: float | None, dry_run: bool) -> None:
-    """Remove damaged modules and those of other versions of hotplan or tvm-ffi.
+    """Remove damaged modules, those of other versions of hotplan or tvm-ffi, and what killed builds left.
 
     Modules of other compilers or machines, which a shared cache may hold, stay, unless --days says otherwise; logs of
-    failed compiles also go by age alone. What another process is building stays in any case.
+    failed compiles also go by age alone, and so does what a build on another machine left: after a day. What another
+    process is building stays in any case.
     """
 
     def old(entry: Entry) -> bool:
@@ -111,13 +112,15 @@ def clear(directory: Path | None, dry_run: bool) -> None:
 
 
 def _remove(directory: Path | None, chosen: Any, dry_run: bool) -> None:
-    from hotplan.jit.upkeep import remove, survey
+    from hotplan.jit.upkeep import remove, remove_drafts, survey
 
     busy: list[str] = []
     with one_line_errors():
         root = _root(directory)
         victims = [entry for entry in survey(root) if chosen(entry)]
         gone = victims if dry_run or not victims else remove(root, victims, busy.append)
+        if not dry_run:
+            remove_drafts(root)
     for entry in gone:
         click.echo(f"{'would remove' if dry_run else 'removed'} {entry.path.name}")
     for what in busy:

@@ -26,6 +26,7 @@ from typing import Any
 
 from hotplan.jit.key import Recipe
 from hotplan.jit.log import say
+from hotplan.jit.trust import make_directory, refuse_foreign, replace_text
 from hotplan.version import __version__
 
 MANIFEST = "manifest.json"
@@ -55,30 +56,18 @@ def prebuilt_dirs() -> list[Path]:
     return [Path(os.path.abspath(os.path.expanduser(name))) for name in names]
 
 
-def refuse_foreign(path: Path) -> None:
-    """Raises RuntimeError if somebody else could have put code at `path`: loading it would run that code."""
-    stat = path.stat()
-    if stat.st_uid not in (0, os.geteuid()):
-        raise RuntimeError(
-            f"{path} belongs to user id {stat.st_uid}, not to you ({os.geteuid()}) or root, and hotplan "
-            "would load code from it. Change the owner, or set HOTPLAN_CACHE_DIR to a directory of yours."
-        )
-    if stat.st_mode & 0o022:
-        raise RuntimeError(
-            f"{path} can be written by other users (mode {stat.st_mode & 0o7777:o}), and hotplan would load "
-            f"code from it. Run `chmod go-w {path}`, or set HOTPLAN_CACHE_DIR to a directory of yours."
-        )
-
-
 def _library(entry: Path, recipe: Recipe, shipped: bool = False) -> Path:
     """The library in `entry`; ValueError if it does not serve `recipe` or the entry is damaged."""
     try:
+        for path in (entry, entry / MANIFEST):
+            refuse_foreign(path)
         manifest = read_manifest(entry)
         if wrong := recipe.differences(manifest["parts"], shipped):
             raise ValueError(", ".join(wrong.values()))
         library = entry / manifest["library"]
-        for path in (entry, library):
-            refuse_foreign(path)
+        if library.parent != entry:
+            raise ValueError(f"damaged, it names a library elsewhere: {manifest['library']}")
+        refuse_foreign(library)
         # It is paged in anyway; hashing 1 MB takes 1 ms, and running a truncated library is a SIGBUS.
         if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
             raise ValueError(f"{library.name} is not what was built")
@@ -122,7 +111,8 @@ def find(root: Path, recipe: Recipe) -> Path | None:
         try:
             return _library(exact, recipe)
         except ValueError as error:
-            _report_damage(exact, str(error))
+            if exact.is_dir():  # else somebody removed it just now
+                _report_damage(exact, str(error))
     for other in _candidates(root, recipe):
         with contextlib.suppress(ValueError):
             return _library(other, recipe)
@@ -168,8 +158,10 @@ def locked(root: Path, what: str, busy: Callable[[], object] | None) -> Iterator
 
     The lock is the kernel's (flock): it ends with its holder, however that dies.
     """
-    os.makedirs(root / LOCKS, mode=0o755, exist_ok=True)
-    lock = os.open(root / LOCKS / what, os.O_RDWR | os.O_CREAT, 0o644)
+    make_directory(root / LOCKS)
+    # Whoever can open it can lock it, and keep everybody waiting.
+    lock = os.open(root / LOCKS / what, os.O_RDWR | os.O_CREAT, 0o600)
+    _open_locks.add(lock)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +173,37 @@ def locked(root: Path, what: str, busy: Callable[[], object] | None) -> Iterator
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield True
     finally:
+        if lock in _open_locks:  # else this is a child, forked in between
+            _open_locks.remove(lock)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked just after os.open has it, too
+            os.close(lock)
+
+
+_open_locks: set[int] = set()
+
+
+def _close_locks_of_the_parent() -> None:
+    """A forked child shares the parent's locks, and would keep them when the parent is done or dead."""
+    while _open_locks:
+        os.close(_open_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks_of_the_parent)
+
+
+def is_locked(root: Path, what: str) -> bool:
+    """Whether a process holds the lock of `what` just now. Writes nothing."""
+    try:
+        lock = os.open(root / LOCKS / what, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
         os.close(lock)
+    return False
 
 
 def work_prefix(what: str) -> str:
@@ -198,7 +220,7 @@ def building(root: Path, recipe: Recipe) -> Iterator[Path]:
     what = f"{recipe.family}-{recipe.backend}"
     if not re.fullmatch(r"[\w./+@%~-]+", str(root.resolve())):
         raise OSError("tvm-ffi's builds do not take such a name")  # flags and paths are not quoted
-    os.makedirs(root, mode=0o755, exist_ok=True)
+    make_directory(root)
     refuse_foreign(root)
     with locked(root, what, lambda: say(f"waiting for another process that builds {recipe.label} in {root}")):
         prefix = work_prefix(what)
@@ -276,8 +298,5 @@ def write_index(root: Path) -> Path:
                 **{name: entry.get(name) for name in ("key", "library", "bytes", "sha256", "built", "hotplan")},
             }
         )
-    draft = root / f".{MANIFEST}.{os.getpid()}"
-    draft.write_text(json.dumps({"hotplan": __version__, "modules": modules}, indent=1) + "\n")
-    draft.chmod(0o644)
-    os.replace(draft, root / MANIFEST)
+    replace_text(root / MANIFEST, json.dumps({"hotplan": __version__, "modules": modules}, indent=1) + "\n")
     return root / MANIFEST

@@ -18,6 +18,7 @@ _NOISE = re.compile(r"\[\d+/\d+\] |ninja exited|stdout:|nvcc warning : incompati
 
 # tvm_ffi.cpp.build takes compilers and architectures from os.environ, which the whole process shares.
 _environment_lock = threading.Lock()
+_environment_before: dict[str, str | None] = {}
 
 
 class CompileError(RuntimeError):
@@ -47,18 +48,33 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
     forget = getattr(getattr(extension, "_find_cuda_home", None), "cache_clear", lambda: None)
     with _environment_lock:
-        before = {var: os.environ.get(var) for var in changes}
+        _environment_before.update({var: os.environ.get(var) for var in changes})
         os.environ.update(changes)
         forget()
         try:
             yield
         finally:
-            for var, value in before.items():
-                if value is None:
-                    os.environ.pop(var, None)
-                else:
-                    os.environ[var] = value
+            _restore_environment()
             forget()
+
+
+def _restore_environment() -> None:
+    for var, value in _environment_before.items():
+        if value is None:
+            os.environ.pop(var, None)
+        else:
+            os.environ[var] = value
+    _environment_before.clear()
+
+
+def _forget_the_parents_build() -> None:
+    """In a forked child, where the thread that would end it does not exist."""
+    global _environment_lock
+    _environment_lock = threading.Lock()
+    _restore_environment()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_build)
 
 
 def host_compiler(recipe: Recipe) -> dict[str, str]:
@@ -92,6 +108,8 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
     directory = directory.resolve()
     sources = directory / "src"
     write_sources(recipe, sources)
+    # tvm-ffi takes a lock file that it cannot make for one that somebody has, and waits for ever: on a full disk.
+    (directory / "lock").touch()
 
     # __FILE__ and std::source_location in messages: csrc/..., not a directory that is gone by then.
     mapped = f"-ffile-prefix-map={sources}/="
@@ -103,7 +121,8 @@ def compile_library(recipe: Recipe, directory: Path) -> Path:
     includes = [str(sources / "include")]
     # Last in PATH: where ninja lies may be a compiler, too, and not the one that the key is about.
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(ninja)])
-    environment = {"CXX": recipe.cxx.command, "PATH": search}
+    # In English: a full disk and the first error are found in what compilers say.
+    environment = {"CXX": recipe.cxx.command, "PATH": search, "LC_ALL": "C"}
     if recipe.cuda:
         # tvm-ffi's link line knows only $CUDA_HOME/lib64/libcudart.so; a symbolic link covers all layouts.
         # The run path serves a process whose torch brings no CUDA runtime, or one of another major version.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import shlex
 import shutil
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 _modules: dict[tuple[str, str, Path | None], tvm_ffi.Module] = {}
 _modules_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: the parent's thread that had it, for as long as a compile takes, is not there to let it go."""
+    global _modules_lock
+    _modules_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Built(NamedTuple):
@@ -133,14 +143,18 @@ def _ensure(
     except OSError as error:
         if not fallback:
             raise
-        private = Path(tempfile.mkdtemp(prefix="hotplan-"))
-        atexit.register(_remove_unless_failed, private)
-        say(
-            f"cannot build in {cache_dir} ({error}); this process compiles for itself, into {private}. "
-            "Set HOTPLAN_CACHE_DIR to a directory that can be written.",
-            warning=True,
-        )
-        return _compile_into(private, recipe)
+        try:
+            private = Path(tempfile.mkdtemp(prefix="hotplan-"))
+            atexit.register(_remove_unless_failed, private, os.getpid())
+            say(
+                f"cannot build in {cache_dir} ({error}); this process compiles for itself, into {private}. "
+                "Set HOTPLAN_CACHE_DIR to a directory that can be written.",
+                warning=True,
+            )
+            return _compile_into(private, recipe)
+        except OSError as second:
+            places = f"neither in {cache_dir} ({error}) nor in {tempfile.gettempdir()} ({second})"
+            raise RuntimeError(f"{recipe.label} can be built {places}") from second
 
 
 def _compile_into(cache_dir: Path, recipe: Recipe) -> Built:
@@ -153,7 +167,7 @@ def _compile_into(cache_dir: Path, recipe: Recipe) -> Built:
             library = compile_library(recipe, staging)
         except CompileError as error:
             if error.disk_is_full:
-                raise OSError("no space left") from error
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             log = _keep_log(cache_dir, recipe, error.output)
             raise RuntimeError(
                 f"compiling {recipe.label} failed; the full log is in {log}\n{error.excerpt()}"
@@ -170,6 +184,6 @@ def _keep_log(cache_dir: Path, recipe: Recipe, output: str) -> Path:
     return log
 
 
-def _remove_unless_failed(private: Path) -> None:
-    if not any(private.glob("*.log")):
+def _remove_unless_failed(private: Path, owner: int) -> None:
+    if owner == os.getpid() and not any(private.glob("*.log")):
         shutil.rmtree(private, ignore_errors=True)

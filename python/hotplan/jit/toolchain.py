@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotplan.jit.trust import refuse_foreign, replace_text
+
 ARCHS_VAR = "HOTPLAN_CUDA_ARCHS"
 ARCHS_VARS = (ARCHS_VAR, "TVM_FFI_CUDA_ARCH_LIST")
 
@@ -34,7 +36,8 @@ class MissingTool(RuntimeError):
 
 
 class Memo:
-    """What programs answered before (`c++ --version`, where a wrapper leads), kept in a file in the cache.
+    """What programs answered before (`c++ --version`, where a wrapper leads), kept in a file in the cache. Raises
+    RuntimeError if somebody else could have written that.
 
     An answer counts while the program's path, size and mtime are the same. A wrapper script keeps its answer
     when only its target changes: then what the older compiler built goes on being used, still a build of these
@@ -45,6 +48,8 @@ class Memo:
         self._path = path
         self._changed = False
         try:
+            if path:
+                refuse_foreign(path)  # what a wrapper is said to lead to, is run
             known = json.loads(path.read_bytes()) if path else {}
         except (OSError, ValueError):
             known = {}
@@ -65,11 +70,8 @@ class Memo:
         """Writes new answers. Where the cache directory cannot be written, the next process asks again."""
         if self._path is None or not self._changed:
             return
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(self._known, indent=1))
-            draft.chmod(0o644)
-            os.replace(draft, self._path)
+            replace_text(self._path, json.dumps(self._known, indent=1))
 
 
 def _run(command: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 import re
@@ -21,24 +20,30 @@ from hotplan.jit.key import Recipe, make_recipe
 from hotplan.jit.toolchain import Memo
 
 _ENTRY = re.compile(r"(\w+)-(cpu|cuda)-[0-9a-f]{16}(\.log)?")
+_WORK = re.compile(r"\.build-(\w+-(?:cpu|cuda))-.+")  # what `cache.building` works in
+_DRAFT = re.compile(r"\.(compilers|manifest)\.json\.[-\d]+")
 
 # Another of these is another version of hotplan or of what it is built against. Other compilers, machines or variables
 # are another setting, which a cache that several machines share is right to keep.
 _VERSION_PARTS = {"format", "family", "sources", "flags", "tvm_ffi"}
 
 SECONDS_PER_DAY = 86400
+# Longer than any build. Another machine's lock may not be seen here; if its clock is another, too, what it can lose
+# is a build.
+_ABANDONED_DAYS = 1.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a cache that may be removed: a built module, or the log of a failed compile.
+    """Something in a cache that may be removed: a built module, the log of a failed compile, or the working directory
+    of a build that was killed.
 
     `why_not` is "" where this installation can load the module; `outdated` if no setting of it could.
     """
 
     path: Path
     what: str  # <family>-<backend>, the name of its lock
-    kind: str  # "module" or "log"
+    kind: str  # "module", "log" or "leftover"
     archs: tuple[str, ...]
     bytes: int
     built: float  # seconds since 1970
@@ -48,11 +53,16 @@ class Entry:
 
     @property
     def days(self) -> float:
-        return max(0.0, time.time() - self.built) / SECONDS_PER_DAY
+        return _days_since(self.built)
 
     def as_dict(self) -> dict[str, Any]:
         usable = self.kind == "module" and not self.why_not
         return {**asdict(self), "path": str(self.path), "days": round(self.days, 3), "usable": usable}
+
+
+def _days_since(moment: float) -> float:
+    """At least 0: a clock elsewhere may be ahead, and what comes from the future is not old."""
+    return max(0.0, time.time() - moment) / SECONDS_PER_DAY
 
 
 def survey(root: Path, shipped: bool = False) -> list[Entry]:
@@ -72,20 +82,39 @@ def survey(root: Path, shipped: bool = False) -> list[Entry]:
     found = []
     for path in sorted(root.iterdir()):
         name = _ENTRY.fullmatch(path.name)
-        if name and name[3] and path.is_file():
-            stat = path.stat()
-            what = f"{name[1]}-{name[2]}"
-            found.append(Entry(path, what, "log", (), stat.st_size, stat.st_mtime, "", "a failed compile", False))
-        elif name and not name[3] and path.is_dir():
-            found.append(_look(path, f"{name[1]}-{name[2]}", recipes, shipped))
+        work = _WORK.fullmatch(path.name)
+        with contextlib.suppress(FileNotFoundError):  # somebody removed it just now
+            if work and not cache.is_locked(root, work[1]):
+                found.append(_leftover(path, work[1]))
+            elif name and name[3] and path.is_file():
+                stat = path.stat()
+                what = f"{name[1]}-{name[2]}"
+                found.append(Entry(path, what, "log", (), stat.st_size, stat.st_mtime, "", "a failed compile", False))
+            elif name and not name[3] and path.is_dir():
+                found.append(_look(path, f"{name[1]}-{name[2]}", recipes, shipped))
     return found
 
 
+def _leftover(path: Path, what: str) -> Entry:
+    changed = path.stat().st_mtime
+    abandoned = path.name.startswith(cache.work_prefix(what)) or _days_since(changed) > _ABANDONED_DAYS
+    return Entry(path, what, "leftover", (), _size(path), changed, "", "left by a build that was killed", abandoned)
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total
+
+
 def _look(path: Path, what: str, recipes: dict[str, Recipe], shipped: bool) -> Entry:
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    built, version, archs = path.stat().st_mtime, "", ()
+    size, built, version, archs = _size(path), 0.0, "", ()
     why_not, outdated = "", False
     try:
+        built = path.stat().st_mtime
         manifest = cache.read_manifest(path)
         built = float(manifest.get("built", built))
         version = str(manifest.get("hotplan", ""))
@@ -116,10 +145,7 @@ def remove(root: Path, entries: Iterable[Entry], keep: Callable[[str], object]) 
             if not mine:
                 keep(what)
                 continue
-            prefix = cache.work_prefix(what)
-            for orphan in root.glob(f"{glob.escape(prefix)}*"):  # we have the lock: their builder is dead
-                shutil.rmtree(orphan, ignore_errors=True)
-            bin_ = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            bin_ = Path(tempfile.mkdtemp(prefix=cache.work_prefix(what), dir=root))
             try:
                 for entry in group:
                     with contextlib.suppress(FileNotFoundError):  # somebody else removed it
@@ -130,3 +156,11 @@ def remove(root: Path, entries: Iterable[Entry], keep: Callable[[str], object]) 
     if gone and (root / cache.MANIFEST).exists():
         cache.write_index(root)
     return gone
+
+
+def remove_drafts(root: Path) -> None:
+    """Takes files away that somebody was killed over while writing them, which takes a moment: those of another day."""
+    for path in root.glob(".*.json.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if _DRAFT.fullmatch(path.name) and _days_since(path.stat().st_mtime) > _ABANDONED_DAYS:
+                path.unlink()
