@@ -399,6 +399,9 @@ def test_step_errors() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             hotplan.plan_step_prefill(*arguments, **{**options, name: value})
+    for bad in ((None, None), (torch.zeros((13, 16), dtype=torch.uint8), None)):
+        with pytest.raises(TypeError, match="out: expected .*, got None for "):
+            hotplan.reference.plan_online_prefill(*arguments[:1], *arguments[3:], num_q_tokens=13, out=bad)
     plan = hotplan.plan_online_prefill(a["req_pool_indices"], a["seq_lens"], a["extend_lens"], num_q_tokens=13)
     # The ring rule of ratio 4 is no matter of the other one's plan, but what is no flag is refused there, too.
     one = {**options, "ratios": (128,), "ring_sizes": (128,)}
