@@ -588,5 +588,6 @@ def test_hot_buffer_errors() -> None:
             call()
     for _ in range(4):
         hot.admit()
+    hot.resolve(ids, [np.int32(0), np.int64(3)], layer=np.int64(0))  # what counts as an int
     with pytest.raises(RuntimeError, match="all 4 requests"):
         hot.admit()
