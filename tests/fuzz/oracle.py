@@ -25,9 +25,9 @@ _TORCH_REFUSES = re.compile(
     r"Cannot pack tensors on|Tensor that doesn't have storage|not supported by dlpack"
     r"|Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs|accelerator device when none|CUDA out of memory"
 )
-# What the reference does not look at: alignment, strides of the compress plans' arguments, what stands for a number or
-# a flag.
-_STRICTER = re.compile(r"expected (data aligned to|a contiguous tensor|strides)|got another type|expected a bool")
+# What the reference does not look at: alignment, strides of the compress plans' arguments, what stands for a number, a
+# flag or a list of numbers.
+_STRICTER = re.compile(r"expected (data aligned to|a contiguous tensor|strides)|got another type|expected a bool|a tuple or a list of ints")
 
 Guarded = Callable[[Arena], AbstractContextManager[Any]]
 """Forbids what lies in the arena's storages but in no tensor, while it is open."""
