@@ -27,7 +27,9 @@ _TORCH_REFUSES = re.compile(
 )
 # What the reference does not look at: alignment, strides of the compress plans' arguments, what stands for a number, a
 # flag or a list of numbers.
-_STRICTER = re.compile(r"expected (data aligned to|a contiguous tensor|strides)|got another type|expected a bool|a tuple or a list of ints")
+_STRICTER = re.compile(
+    r"expected (data aligned to|a contiguous tensor|strides)|got another type|expected a bool|a tuple or a list of ints"
+)
 
 Guarded = Callable[[Arena], AbstractContextManager[Any]]
 """Forbids what lies in the arena's storages but in no tensor, while it is open."""
