@@ -435,11 +435,14 @@ def _ring_of(use_req_ring: bool, ratio: int) -> bool:
 
 def _out_of(out: Mapping[int, Any], ratio: int) -> Any:
     try:
-        return out[ratio]
+        plan = out[ratio]
     except KeyError:
         raise ValueError(f"out: expected a plan for ratio {ratio}, got ratios {tuple(out)}") from None
     except (TypeError, IndexError):
         raise TypeError(f"out: expected a plan by ratio, got {type(out).__name__}") from None
+    if plan is None:
+        raise TypeError(f"out: expected a plan for ratio {ratio}, got None")
+    return plan
 
 
 def _pair_of(out: PrefillPlan | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -447,4 +450,6 @@ def _pair_of(out: PrefillPlan | tuple[torch.Tensor, torch.Tensor]) -> tuple[torc
         raise TypeError(f"out: expected (compress, write), got {type(out).__name__}")
     if len(out) != 2:
         raise ValueError(f"out: expected (compress, write), got {len(out)} tensors")
+    if out[0] is None or out[1] is None:  # below, None asks for a new tensor
+        raise TypeError(f"out: expected (compress, write), got None for {'compress' if out[0] is None else 'write'}")
     return out[0], out[1]

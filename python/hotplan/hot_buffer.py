@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +14,13 @@ __all__ = ["HitStats", "HotBuffer"]
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < low or (high is not None and value > high):
+    if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"a number in [{low}, {high}]"
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
@@ -304,10 +309,10 @@ class HotBuffer:
             torch.index_select(self.block_table, 0, known, out=table)
             torch.index_select(self.states, 0, known, out=states)
             states.masked_fill_(requests != known, -1)
-        operator = hisparse.resolve_residency if layer is None else hisparse.swap_in
+        run = hisparse.resolve_residency if layer is None else hisparse.swap_in
         which = 0 if layer is None else layer
         hot_indices = self.hot_indices[:rows]
-        operator(
+        run(
             self._pools[which], self.caches[which], table, ids, hot_indices,
             self.device_global_indices, self.lru_slots, request_state_indices=states, **options,
         )  # fmt: skip

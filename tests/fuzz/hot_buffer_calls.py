@@ -30,7 +30,7 @@ def live(call: Call, arguments: dict[str, Any]) -> list[Any]:
     ids, by_position = None, False
     for name, given in steps.items():
         method = name.rpartition("_")[0]
-        before = {attribute: getattr(hot, attribute).clone() for attribute in STATE}
+        before = {attribute: bytes_of(getattr(hot, attribute)).clone() for attribute in STATE}
         try:
             if isinstance(given, dict) and all(isinstance(key, str) for key in given):
                 result = getattr(hot, method)(**given)
@@ -38,7 +38,7 @@ def live(call: Call, arguments: dict[str, Any]) -> list[Any]:
                 result = getattr(hot, method)(given)
         except (TypeError, ValueError):
             for attribute, value in before.items():
-                if not torch.equal(bytes_of(getattr(hot, attribute)), bytes_of(value)):
+                if not torch.equal(bytes_of(getattr(hot, attribute)), value):
                     raise Misbehaved(f"{method} raised, but changed {attribute}") from None
             raise
         except RuntimeError:

@@ -7,6 +7,7 @@ Two arenas of the same leaves have the same bytes, guards included.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 GUARD = 128
 """Bytes before and behind a tensor; a multiple of all alignments that operators ask for."""
+TIGHT = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0")
+"""Every tensor is an allocation of its own, which ends with it: a tool that knows allocations sees reads behind it."""
 
 
 @dataclass(eq=False)
@@ -158,7 +161,9 @@ class Arena:
             array = np.resize(np.array([self._address(pool) for pool in leaf.pointers], array.dtype), array.shape)
         strides = leaf.strides()
         elements = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True)) if array.size else 0
-        size = GUARD + -(-(leaf.shift + elements) * array.itemsize // 16) * 16 + GUARD
+        size = GUARD + (leaf.shift + elements) * array.itemsize
+        if not TIGHT:
+            size = -(-size // 16) * 16 + GUARD
         # Not all alike, and no byte 0: a copy from the wrong place, or of zeros, changes something.
         poison = (np.arange(size, dtype=np.uint32) * 37 % 251 + 3).astype(np.uint8)
         base = torch.from_numpy(poison).clone()

@@ -107,7 +107,7 @@ def work(options: argparse.Namespace, pipe: TextIO) -> None:
     """The cases themselves, in this process."""
     from fuzz import sanitized_modules, worker
 
-    guarded = sanitized_modules.load() if options.sanitize else None
+    guarded = sanitized_modules.load(options.only) if options.sanitize else None
     if options.prepare:
         runpy.run_path(str(options.prepare))
     worker.run(options, pipe, guarded)

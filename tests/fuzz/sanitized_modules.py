@@ -16,11 +16,17 @@ from pathlib import Path
 
 import sanitized
 
+from fuzz import compress_calls, device_buffer_calls, hot_buffer_calls, operators, residency_calls
 from fuzz.memory import Arena
 from fuzz.oracle import Guarded
 from hotplan.jit import loader
 
-FAMILIES = ("compress", "device_buffer", "hisparse")
+FAMILIES = {
+    compress_calls.__name__: "compress",
+    residency_calls.__name__: "hisparse",
+    hot_buffer_calls.__name__: "hisparse",
+    device_buffer_calls.__name__: "device_buffer",
+}
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 
 
@@ -34,10 +40,11 @@ def environment() -> dict[str, str]:
     return {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
-def load() -> Guarded:
-    """Compiles the families, lets the package use them, and gives what forbids guards."""
+def load(only: str | None = None) -> Guarded:
+    """Compiles the families (`only`: that of an operator), lets the package use them, and gives what forbids guards."""
+    builders = [operators.REGISTRY[only]] if only else operators.REGISTRY.values()
     with tempfile.TemporaryDirectory() as directory:
-        for family in FAMILIES:
+        for family in sorted({FAMILIES[builder.__module__] for builder in builders}):
             where = Path(directory, family)
             sources = [sanitized.ROOT / "csrc" / family / unit for unit in ("entry.cpp", "cpu.cpp")]
             module = sanitized.load_sanitized(where, *sources, flags=FLAGS)

@@ -57,6 +57,17 @@ def run_case(seed: int, operator: str, number: int, device: str, guarded: Guarde
         return {"outcome": "unbuildable"}
     except Finding as finding:
         return {"outcome": "finding", "detail": str(finding), "call": call.describe()}
+    except Exception as error:  # the fuzzer's own, or what a GPU says once it has failed
+        return {"outcome": "broken", "detail": f"{type(error).__name__}: {error}", "call": call.describe()}
+
+
+def _alive() -> bool:
+    """Whether the GPU still works: after a fault every call of the process fails."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def run(options: Any, pipe: TextIO, guarded: Guarded | None) -> None:
@@ -77,4 +88,6 @@ def run(options: Any, pipe: TextIO, guarded: Guarded | None) -> None:
         outcomes[record["outcome"]] += 1
         if "detail" in record:
             say(index=index, operator=operator, case=number, **record)
+            if options.device == "cuda" and not _alive():
+                break
     say(done=True, outcomes=dict(outcomes))

@@ -308,8 +308,13 @@ TYPE_ERRORS = [
     ("use_cuda_graph", None, "use_cuda_graph: expected a bool, got None"),
     ("req_to_token", None, "req_to_token: expected a tensor, got None"),
     ("seq_lens", [8, 8], "seq_lens: expected a tensor, got another type"),
-    ("out", (torch.zeros((3, 16), dtype=torch.int8), None), "out.compress: expected dtype uint8, got int8"),
-    ("out", (3, None), "out.compress: expected a tensor or None, got int"),
+    (
+        "out",
+        (torch.zeros((3, 16), dtype=torch.int8), torch.zeros((13, 8), dtype=torch.uint8)),
+        "out.compress: expected dtype uint8, got int8",
+    ),
+    ("out", (3, torch.zeros((13, 8), dtype=torch.uint8)), "out.compress: expected a tensor or None, got int"),
+    ("out", (torch.zeros((4, 16), dtype=torch.uint8), None), r"out: expected \(compress, write\), got None for write"),
 ]
 
 
@@ -387,22 +392,29 @@ def test_step_errors() -> None:
         ("ratios", 4, "ratios: expected a tuple or a list of ints, got int"),
         ("ring_sizes", "8", "ring_sizes: expected a tuple or a list of ints, got str"),
         ("write_pad", 1.5, "write_pad: expected an int or None, got float"),
-        ("out", {4: None}, "out: expected .*compress, write.*, got NoneType"),
+        ("out", {4: None}, "out: expected a plan for ratio 4, got None"),
+        ("out", {4: (None, None)}, "out: expected .*compress, write.*, got None for compress"),
         ("out", {4: (None,)}, "out: expected .*compress, write.*, got 1 tensors"),
         ("out", 5, "out: expected a plan by ratio, got int"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             hotplan.plan_step_prefill(*arguments, **{**options, name: value})
+    for bad in ((None, None), (torch.zeros((13, 16), dtype=torch.uint8), None)):
+        with pytest.raises(TypeError, match="out: expected .*, got None for "):
+            hotplan.reference.plan_online_prefill(*arguments[:1], *arguments[3:], num_q_tokens=13, out=bad)
+    plan = hotplan.plan_online_prefill(a["req_pool_indices"], a["seq_lens"], a["extend_lens"], num_q_tokens=13)
     # The ring rule of ratio 4 is no matter of the other one's plan, but what is no flag is refused there, too.
     one = {**options, "ratios": (128,), "ring_sizes": (128,)}
     assert hotplan.plan_step_prefill(*arguments, **one, use_req_ring=True).keys() == {128}
     with pytest.raises(TypeError, match="use_req_ring: expected a bool, got another type"):
         hotplan.plan_step_prefill(*arguments, **one, use_req_ring=torch.ones(2))
-    for out in (7, torch.zeros((2, 16), dtype=torch.uint8), (None, None, None)):
+    for out in (7, torch.zeros((2, 16), dtype=torch.uint8), (None, None, None), (plan.compress, None)):
         with pytest.raises((TypeError, ValueError), match="out: expected .*compress, write.*, got "):
             hotplan.plan_online_prefill(
                 a["req_pool_indices"], a["seq_lens"], a["extend_lens"], num_q_tokens=13, out=out
             )
+    with pytest.raises(TypeError, match="out: expected a plan for ratio 4, got None"):
+        hotplan.plan_step_decode(*arguments[:4], swa_page_size=256, out={4: None, 128: None})
     with pytest.raises(ValueError, match="out: expected a plan for ratio 128"):
         hotplan.plan_step_decode(*arguments[:4], swa_page_size=256, out={4: torch.zeros((2, 16), dtype=torch.uint8)})
 

@@ -123,6 +123,12 @@ def test_worked_values_of_several_steps() -> None:
     assert bench.device_buffer_tokens[0].tolist() == [3, 0, 1, 2, -1]
     assert bench.lru()[0].tolist() == [1, 2, 3, 0]
     assert bench.scratch_state[0, 0] == 5
+    # Of scratch_state one row is written, so its rows may lie upon each other.
+    for operators in (hisparse, reference):
+        upon_each_other = Bench(case)
+        upon_each_other.scratch_state = torch.zeros(1, dtype=torch.int32).expand(2, 1)
+        upon_each_other.swap_in(operators, step_of(case, [0, 1, 2, 1, 3, 4], lengths=[5, 9]))
+        assert upon_each_other.scratch_state[0, 0] == 5
     bench.device_buffer_tokens[0, 4] = 8
     bench.swap_in(hisparse, step_of(case, [8, 0, 3, 8, 9, -1], lengths=[8, 9]))
     assert bench.out()[0].tolist() == [[-1, 7, 9], [11, -1, -1]]

@@ -124,7 +124,8 @@ def test_planted_faults_are_found_and_reproduced(fault: str, tmp_path: Path) -> 
     plant = tmp_path / "plant.py"
     plant.write_text(PLANT.format(fault=source))
     planted = ("--only", "invalidate_written_slots", "--prepare", str(plant))
-    found = fuzz("--cases", "40", "--seed", "0", *planted)
+    # Each crash costs a new process.
+    found = fuzz("--cases", "2" if fault == "ends the process" else "40", "--seed", "0", *planted)
     assert found.returncode == 1, found.stdout + found.stderr
     pattern = rf"FINDING \d+: invalidate_written_slots {message}.*?reproduce: python tests/fuzz/run.py ([^\n]*)"
     match = re.search(pattern, found.stdout, re.DOTALL)
@@ -133,3 +134,22 @@ def test_planted_faults_are_found_and_reproduced(fault: str, tmp_path: Path) -> 
         again = fuzz(*shlex.split(match[1]))
         assert again.returncode == 1
         assert message in again.stdout
+
+
+def test_the_sanitizer_sees_a_read_behind_a_tensor(tmp_path: Path) -> None:
+    """Guards are memory like any other, unless the sanitizer is told about them."""
+    plant = tmp_path / "plant.py"
+    fault = """
+    def faulty(*args, **kwargs):
+        import ctypes
+        original(*args, **kwargs)
+        table = kwargs["device_global_indices"]
+        ctypes.string_at(table.data_ptr() + table.numel() * 4, 8)
+    """
+    plant.write_text(PLANT.format(fault=fault))
+    arguments = ("--seed", "0", "--only", "invalidate_written_slots", "--case", "0", "--prepare", str(plant))
+    assert fuzz(*arguments).returncode == 0
+    found = fuzz(*arguments, "--sanitize")
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "ERROR: AddressSanitizer: use-after-poison" in found.stdout
+    assert "reproduce: python tests/fuzz/run.py" in found.stdout

@@ -441,7 +441,13 @@ def test_bad_outputs_of_a_plan() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             hisparse.plan_swap_in(*arguments, out=bad)
-    for bad, error in ((7, TypeError), (zeros(1), TypeError), (good[:2], ValueError), ((*good, None), ValueError)):
+    for bad, error in (
+        (7, TypeError),
+        (zeros(1), TypeError),
+        (good[:2], ValueError),
+        ((*good, None), ValueError),
+        ((None,) * 3, TypeError),
+    ):
         with pytest.raises(error, match=r"^out: expected \(plan, counts, hot_indices\), got "):
             hisparse.plan_swap_in(*arguments, out=bad)
 
@@ -582,5 +588,6 @@ def test_hot_buffer_errors() -> None:
             call()
     for _ in range(4):
         hot.admit()
+    hot.resolve(ids, [np.int32(0), np.int64(3)], layer=np.int64(0))  # what counts as an int
     with pytest.raises(RuntimeError, match="all 4 requests"):
         hot.admit()

@@ -108,6 +108,8 @@ def _three_of(out: SwapPlan | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, .
         raise TypeError(f"out: expected (plan, counts, hot_indices), got {type(out).__name__}")
     if len(out) != 3:
         raise ValueError(f"out: expected (plan, counts, hot_indices), got {len(out)} tensors")
+    if any(tensor is None for tensor in out):  # below, None asks for a new tensor
+        raise TypeError("out: expected (plan, counts, hot_indices), got None for one of them")
     return tuple(out)
 
 

@@ -774,12 +774,16 @@ def _out_of(out: Mapping[int, _Plan], key: int, label: str) -> _Plan:
         raise TypeError(f"out: expected a mapping from ratio to plan, got {type(out).__name__}")
     if key not in out:
         raise ValueError(f"{label}: expected a plan for every ratio, got the ratios {sorted(out)}")
+    if out[key] is None:
+        raise TypeError(f"{label}: expected a plan, got None")
     return out[key]
 
 
 def _pair_of(plan: PrefillPlan, label: str) -> PrefillPlan:
     if not isinstance(plan, tuple) or len(plan) != 2:
         raise TypeError(f"{label}: expected a PrefillPlan of two tensors, got {type(plan).__name__}")
+    if plan[0] is None or plan[1] is None:
+        raise TypeError(f"{label}: expected a PrefillPlan of two tensors, got None for one")
     return PrefillPlan(*plan)
 
 
