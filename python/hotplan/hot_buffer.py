@@ -153,6 +153,9 @@ class HotBuffer:
     def release(self, request: int) -> None:
         """Take the hot buffer of a finished request back. Its rows in a later step are padding.
 
+        Args:
+            request: what :meth:`admit` returned.
+
         Raises:
             ValueError: it is not admitted.
         """
@@ -244,7 +247,15 @@ class HotBuffer:
         return hot_indices
 
     def gather(self, layer: int = 0) -> torch.Tensor:
-        """Copy what the last step misses into ``caches[layer]``, and return that."""
+        """Copy what the last step misses into ``caches[layer]``.
+
+        Args:
+            layer: from 0, a layer of the group.
+
+        Returns:
+            ``caches[layer]``, ``[blocks, BS, width]`` on the device, which attention reads at the rows that
+            :meth:`resolve` gave.
+        """
         cache, rows = self.caches[layer], self._rows
         hisparse.gather_compact(
             self._pools[layer],
