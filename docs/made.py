@@ -15,6 +15,8 @@ from pathlib import Path
 import click
 import numpy as np
 
+import hotplan
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"
 
@@ -102,8 +104,7 @@ class Study:
     plot: str
 
 
-# Both runs take 15 s in all on two cores, the modules' compile (5 s) not counted.
-TRACE = "generate_trace(48, mean_gap_ms=400, mean_input=4000, max_input=24000, mean_output=200)"
+TRACE = "generate_trace(24, mean_gap_ms=400, mean_input=4000, max_input=24000, mean_output=150)"
 STUDIES = {
     "sweep": Study("--hot-sizes 2048,3072,4096,6144,8192", "sweep.png"),
     "drift": Study("--hot-sizes 2048,3072,4096,6144,8192 --top-k-drift 0.05 --top-k-uniform 0.1", "drift.png"),
@@ -123,11 +124,13 @@ def replay(name: str, images: Path) -> str:
     _trace(images)
     study = STUDIES[name]
     shown = f"replay trace.jsonl --device cpu --hisparse {study.options} --plot {study.plot}"
+    package = str(Path(hotplan.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     # 64 bytes of a row are moved instead of 656, which changes the time of a copy on this machine and no count.
     done = subprocess.run(
         [sys.executable, "-m", "hotplan", *shlex.split(shown), "--pool-row-bytes", "64"],
         cwd=images,
-        env={**os.environ, "COLUMNS": "110", "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "110", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
         check=False,
@@ -135,8 +138,9 @@ def replay(name: str, images: Path) -> str:
     if done.returncode:
         raise RuntimeError(f"hotplan {shown}: {done.stderr.strip()}")
     table = done.stdout[done.stdout.index("HiSparse, top-k") :]
-    picture = (images / study.plot).as_posix()
-    return f"{fenced('hotplan ' + shown, 'bash')}\n{fenced(table)}\n![What hotplan replay --plot draws]({picture})\n"
+    # With a width Sphinx links the picture to itself in full size.
+    picture = f"{images.as_posix()}/{study.plot}\n:width: 100%\n:alt: What hotplan replay --plot draws"
+    return f"{fenced('hotplan ' + shown, 'bash')}\n{fenced(table)}\n```{{image}} {picture}\n```\n"
 
 
 def trace_source() -> str:

@@ -161,8 +161,9 @@ def plan_compress_decode(
     """Plan one decode step, one new token per request, for one ratio.
 
     Args:
-        req_pool_indices, req_to_token, full_to_state, seq_lens, compress_ratio, swa_page_size, ring_size, use_req_ring,
-            check: as for :func:`plan_compress_prefill`; ``seq_lens`` counts the new token.
+        req_pool_indices, req_to_token, full_to_state, seq_lens: as for :func:`plan_compress_prefill`; lengths count the
+            new token.
+        compress_ratio, swa_page_size, ring_size, use_req_ring, check: as there.
         out: uint8 ``[B, 16]`` on D.
 
     Returns:
@@ -370,8 +371,8 @@ def plan_step_prefill(
         use_req_ring: applies to ratio 4.
         write_pad: one for all ratios, or one per ratio.
         out: ``(compress, write)`` of every ratio.
-        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, num_q_tokens, swa_page_size,
-            use_cuda_graph, check: as for :func:`plan_compress_prefill`.
+        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens: as for :func:`plan_compress_prefill`.
+        num_q_tokens, swa_page_size, use_cuda_graph, check: as there.
 
     Returns:
         ``{ratio: PrefillPlan}`` in the order of ``ratios``.
