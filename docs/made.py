@@ -49,7 +49,7 @@ def commands() -> str:
 # ----------------------------------------------------------------------------------------------------
 # Packed rows
 
-_BYTE = 36  # pixels
+_BYTE = 44  # pixels
 _TYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
 
 
@@ -85,10 +85,13 @@ def layout(name: str) -> str:
         blank = plans.invalid_rows(dtype, 1)[0]
     except TypeError:  # a layout without invalid rows
         blank = None
-    lines = ["| byte | field | type | in an invalid row |", "|---:|---|---|---|"]
+    lines = ["| byte | field | type |", "|---:|---|---|"]
     for field, (kind, offset, *_) in dtype.fields.items():
-        value = "there is none" if blank is None else f"`0x{blank[field]:X}`" if blank[field] > 9 else blank[field]
-        lines.append(f"| {offset} | `{field}` | {_TYPES[kind.str]} | {value} |")
+        lines.append(f"| {offset} | `{field}` | {_TYPES[kind.str]} |")
+    if blank is not None:
+        lines[:2] = ["| byte | field | type | in an invalid row |", "|---:|---|---|---|"]
+        values = [f"`0x{blank[field]:X}`" if blank[field] > 9 else blank[field] for field in dtype.fields]
+        lines[2:] = [f"{line} {value} |" for line, value in zip(lines[2:], values, strict=True)]
     return _drawing(dtype, f"{name} row, {dtype.itemsize} bytes") + "\n\n" + "\n".join(lines) + "\n"
 
 

@@ -133,13 +133,13 @@ def test_layouts_that_are_drawn_are_those_of_the_headers(header: str, struct: st
 
 def test_a_drawn_layout(made: types.ModuleType) -> None:
     text = made.layout("swap")
-    assert [int(x) for x in re.findall(r'<rect x="(\d+)"', text)] == [0, 8 * 36, 12 * 36]
+    assert [int(x) for x in re.findall(r'<rect x="(\d+)"', text)] == [0, 8 * 44, 12 * 44]
     assert re.findall(r"^\| (\d+) \| `(\w+)` \| (\w+) \| (\S+) \|$", text, re.MULTILINE) == [
         ("0", "host_row", "int64", "-1"),
         ("8", "hot_row", "int32", "-1"),
         ("12", "column", "uint32", "`0xFFFFFFFF`"),
     ]
-    assert made.layout("decode").count("there is none") == 4
+    assert "invalid" not in made.layout("decode")
 
 
 def test_every_command_is_shown(made: types.ModuleType) -> None:
