@@ -10,7 +10,6 @@ import importlib
 import os
 import re
 import sys
-import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,7 +66,9 @@ def _fill(app, docname: str, source: list[str]) -> None:
         return text.replace(images.as_posix(), "/" + os.path.relpath(images, app.srcdir))
 
     makers = made.makers(images)
-    source[0] = re.sub(r"<!-- made: ([\w ]+) -->", made_text, source[0])
+    source[0], count = re.subn(r"<!-- made: ([\w ]+) -->", made_text, source[0])
+    if count:
+        app.env.note_reread()  # it does not see when the code behind a page changes
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -95,12 +96,8 @@ def _check_reference(app, env) -> None:
 
 
 def _is_documented(module: str, name: str, documented) -> bool:
-    if f"{module}.{name}" in documented:
-        return True
-    value = getattr(importlib.import_module(module), name)
-    if isinstance(value, types.ModuleType):
-        return value.__name__ in documented
-    return f"{getattr(value, '__module__', '')}.{name}" in documented  # named in several modules, shown in its own
+    home = getattr(getattr(importlib.import_module(module), name), "__module__", module)
+    return f"{module}.{name}" in documented or f"{home}.{name}" in documented  # what several modules name is shown once
 
 
 def _skip(app, what: str, name: str, value, skip: bool, options) -> bool | None:

@@ -126,12 +126,11 @@ def replay(name: str, images: Path) -> str:
     images.mkdir(parents=True, exist_ok=True)
     _trace(images)
     study = STUDIES[name]
-    shown = f"replay trace.jsonl --device cpu --hisparse {study.options} --plot {study.plot}"
+    shown = f"replay trace.jsonl --device cpu --hisparse {study.options} --pool-row-bytes 64 --plot {study.plot}"
     package = str(Path(hotplan.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    # 64 bytes of a row are moved instead of 656, which changes the time of a copy on this machine and no count.
     done = subprocess.run(
-        [sys.executable, "-m", "hotplan", *shlex.split(shown), "--pool-row-bytes", "64"],
+        [sys.executable, "-m", "hotplan", *shlex.split(shown)],
         cwd=images,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "110", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,

@@ -167,8 +167,8 @@ def plan_compress_decode(
         out: uint8 ``[B, 16]`` on D.
 
     Returns:
-        uint8 ``[B, 16]`` on D, one decode row per request: the ring row of its newest token, and the two pages that a
-        window ending there would read.
+        uint8 ``[B, 16]`` on D, one decode row per request, with the ring row of its newest token and the two pages that
+        a window ending there would read.
 
     Raises:
         TypeError, ValueError: see the module's description.

@@ -214,7 +214,7 @@ def describe(plan: PrefillPlan | _Packed, kind: str | None = None, limit: int = 
         limit: at most so many rows per plan are shown, half of them from the head and half from the tail.
 
     Returns:
-        Lines without a trailing newline: a title with the counts of valid and invalid rows, the names of the
+        Lines without a trailing newline, which are a title with the counts of valid and invalid rows, the names of the
         fields, the rows. A row that is no entry is shown as "invalid".
 
     Raises:
