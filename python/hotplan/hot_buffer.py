@@ -247,15 +247,7 @@ class HotBuffer:
         return hot_indices
 
     def gather(self, layer: int = 0) -> torch.Tensor:
-        """Copy what the last step misses into ``caches[layer]``.
-
-        Args:
-            layer: from 0, a layer of the group.
-
-        Returns:
-            ``caches[layer]``, ``[blocks, BS, width]`` on the device, which attention reads at the rows that
-            :meth:`resolve` gave.
-        """
+        """Copy what the last step misses into ``caches[layer]``, and return that."""
         cache, rows = self.caches[layer], self._rows
         hisparse.gather_compact(
             self._pools[layer],
