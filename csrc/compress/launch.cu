@@ -23,10 +23,6 @@ using ManyLengths = InlineLengths<3840>;
 static_assert(sizeof(ManyLengths) + sizeof(PrefillParams) + sizeof(PrefillRange) <= 32764);
 static_assert(sizeof(ManyLengths) + sizeof(DecodeParams) + 16 <= 32764);
 
-cudaStream_t stream_of(Queue queue) {
-  return static_cast<cudaStream_t>(queue.stream);
-}
-
 struct Device {
   uint32_t processors;
   bool has_clusters;
@@ -81,7 +77,7 @@ Status launch_prefill(const PrefillParams& params, const PrefillRange& range, co
   for (uint32_t o = 0; o < params.num_outputs; ++o) rows = max_of(rows, range.row_end[o] - range.row_begin[o]);
   if (rows == 0) return 0;
   const PrefillShape shape = prefill_shape(range.batch, rows, params.num_outputs, device_of(queue.device));
-  LaunchKernel launch(dim3(shape.blocks, params.num_outputs), shape.threads, stream_of(queue));
+  LaunchKernel launch(dim3(shape.blocks, params.num_outputs), shape.threads, queue.stream);
   if (shape.cluster > 1) launch.enable_cluster(dim3(shape.cluster));
   // Inline lengths come in the smallest size that holds the batch, or a run of it: one kernel each is enough.
   constexpr uint32_t kCapacity = Source::kCapacity;
@@ -181,17 +177,17 @@ Status run_decode(const DecodeParams& params, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
   if (params.lengths.on_host) {
-    return params.batch <= SomeLengths::kCapacity ? decode_from_host<SomeLengths>(params, stream_of(queue))
-                                                  : decode_from_host<ManyLengths>(params, stream_of(queue));
+    return params.batch <= SomeLengths::kCapacity ? decode_from_host<SomeLengths>(params, queue.stream)
+                                                  : decode_from_host<ManyLengths>(params, queue.stream);
   }
-  return launch_decode(params, GlobalLengths{params.lengths.seq, nullptr}, 0, params.batch, stream_of(queue));
+  return launch_decode(params, GlobalLengths{params.lengths.seq, nullptr}, 0, params.batch, queue.stream);
 }
 
 Status run_verify(const VerifyParams& params, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
   constexpr uint32_t kThreads = 128;
-  return LaunchKernel(div_ceil(params.batch, kThreads), kThreads, stream_of(queue))(verify_kernel, params);
+  return LaunchKernel(div_ceil(params.batch, kThreads), kThreads, queue.stream)(verify_kernel, params);
 }
 
 const char* status_text(Status status) {

@@ -3,17 +3,9 @@
 #pragma once
 
 #include <hotplan/compress/params.h>
+#include <hotplan/queue.h>
 
 namespace hotplan::compress {
-
-/// A status of the backend: 0, or a cudaError_t. A plain int, so that entry.cpp needs no CUDA header.
-using Status = int;
-
-/// Where to run. The CPU backend ignores both.
-struct Queue {
-  int device;
-  void* stream;
-};
 
 Status run_prefill(const PrefillParams& params, Queue queue);
 Status run_decode(const DecodeParams& params, Queue queue);

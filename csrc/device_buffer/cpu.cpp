@@ -179,7 +179,7 @@ Status run_transfer(const TransferParams& p, Queue) {
   for (uint32_t layer = 0; layer < p.layers; ++layer) {
     const auto* from = reinterpret_cast<const char*>(p.src_ptrs[layer]);
     auto* to = reinterpret_cast<char*>(p.dst_ptrs[layer]);
-    for (uint32_t i = 0; i < p.items; ++i) {
+    for (uint32_t i = 0; i < p.items.divisor; ++i) {
       if (p.src_indices[i] >= 0 && p.dst_indices[i] >= 0) copy_paged(to, p.dst_indices[i], from, p.src_indices[i]);
     }
   }

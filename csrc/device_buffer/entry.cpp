@@ -412,8 +412,10 @@ Results transfer_cache_dsv4_mla(Arguments& args) {
   at_least_one(args.integer("block_size"), "block_size");
   args.done();
   p.layers = checked_count("src_ptrs", layers.unwrap());
-  p.items = checked_count("src_indices", count.unwrap());
-  if (p.layers > 0 && p.items > 0) check_status(run_transfer(p, call.queue()));
+  const uint32_t items = checked_count("src_indices", count.unwrap());
+  if (p.layers == 0 || items == 0) return {};
+  p.items = FastDiv(items);
+  check_status(run_transfer(p, call.queue()));
   return {};
 }
 

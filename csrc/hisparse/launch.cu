@@ -15,10 +15,6 @@ namespace {
 using host::DeviceGuard;
 using host::LaunchKernel;
 
-cudaStream_t stream_of(Queue queue) {
-  return static_cast<cudaStream_t>(queue.stream);
-}
-
 Status device_of(int device, Device& d) {
   return look_up_device(device, d, resolve_kernel<Span::kTile>, resolve_kernel<Span::kLoop>);
 }
@@ -31,7 +27,7 @@ Status device_of(int device, Device& d) {
 uint32_t piece_bytes(const Caches& c) {
   const auto bits = reinterpret_cast<uintptr_t>(c.host) | reinterpret_cast<uintptr_t>(c.hot) |
                     static_cast<uintptr_t>(c.block_stride) | static_cast<uintptr_t>(c.row_bytes);
-  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
+  return piece_width(bits);
 }
 
 struct Route {
@@ -94,12 +90,11 @@ Status gather(const GatherParams& p, cudaStream_t stream) {
     const uint32_t tiles = div_ceil(p.top_k, kMaskThreads);
     return LaunchKernel(tiles * p.rows, kMaskThreads, stream)(gather_masked_kernel, p, tiles, width);
   }
-  // Twice the SMs that fill the bus, or fewer, where a block would not have one load for each thread.
+  // Twice the SMs that fill the bus, or fewer, where a block would not have one row for each warp.
   const uint32_t segment_rows =
       clamp_to<uint32_t>(static_cast<uint32_t>(kMaxInt32) / p.top_k, 1, min_of(kSegmentRows, p.rows));
-  const int64_t pieces = p.caches.row_bytes / width * p.top_k * segment_rows;
-  const auto blocks =
-      static_cast<uint32_t>(min_of<int64_t>(div_ceil<int64_t>(pieces, kGatherThreads), 2 * kEnoughProcessors));
+  const int64_t most = div_ceil<int64_t>(int64_t{p.top_k} * segment_rows, kGatherThreads / kWarp);
+  const auto blocks = static_cast<uint32_t>(min_of<int64_t>(most, 2 * kEnoughProcessors));
   const dim3 grid(blocks, div_ceil(p.rows, segment_rows));
   return LaunchKernel(grid, kGatherThreads, stream)(gather_lists_kernel, p, segment_rows, width);
 }
@@ -117,7 +112,7 @@ Status resolve(ResolveParams p, bool copy, char* workspace, Queue queue) {
     p.swap_device = p.swap_host + entries;
     p.swap_counts = p.swap_device + entries;
   }
-  status = launch_resolve(p, r, workspace, stream_of(queue));
+  status = launch_resolve(p, r, workspace, queue.stream);
   if (status != 0 || !copy || r.fused) return status;
   GatherParams g{};
   g.caches = p.caches;
@@ -126,7 +121,7 @@ Status resolve(ResolveParams p, bool copy, char* workspace, Queue queue) {
   g.host_rows = p.swap_host;
   g.hot_rows = p.swap_device;
   g.counts = p.swap_counts;
-  return gather(g, stream_of(queue));
+  return gather(g, queue.stream);
 }
 
 }  // namespace
@@ -154,14 +149,14 @@ Status run_swap_in(const ResolveParams& p, char* workspace, Queue queue) {
 Status run_gather(const GatherParams& p, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
-  return gather(p, stream_of(queue));
+  return gather(p, queue.stream);
 }
 
 Status run_invalidate(const InvalidateParams& p, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
   const bool vector = p.hot_slots % 4 == 0 && reinterpret_cast<uintptr_t>(p.dgi) % 16 == 0;
-  return LaunchKernel(p.tokens, kInvalidateThreads, stream_of(queue))(invalidate_kernel, p, vector);
+  return LaunchKernel(p.tokens, kInvalidateThreads, queue.stream)(invalidate_kernel, p, vector);
 }
 
 const char* status_text(Status status) {

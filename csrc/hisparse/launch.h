@@ -3,17 +3,9 @@
 #pragma once
 
 #include <hotplan/hisparse/params.h>
+#include <hotplan/queue.h>
 
 namespace hotplan::hisparse {
-
-/// A status of the backend: 0, or a cudaError_t. A plain int, so that entry.cpp needs no CUDA header.
-using Status = int;
-
-/// Where to run. The CPU backend ignores both.
-struct Queue {
-  int device;
-  void* stream;
-};
 
 /// Whether kernels can read host memory at `host` (pinned, or a system where they can read all of it).
 bool device_can_read(const char* host, Queue queue);

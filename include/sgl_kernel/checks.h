@@ -11,6 +11,8 @@
 #include <optional>
 #include <string>
 
+struct CUstream_st;  // cudaStream_t points to one
+
 namespace host {
 
 using OptionalTensor = std::optional<ffi::TensorView>;
@@ -19,8 +21,8 @@ inline constexpr DLDeviceType kBackend = HOTPLAN_BACKEND_CUDA ? kDLCUDA : kDLCPU
 inline constexpr DLDataType kUInt8 = {kDLUInt, 8, 1};
 
 /// The caller's stream; the CPU backend has none.
-inline void* stream_on(DLDevice device) {
-  return kBackend == kDLCPU ? nullptr : ffi::current_stream(device);
+inline CUstream_st* stream_on(DLDevice device) {
+  return kBackend == kDLCPU ? nullptr : static_cast<CUstream_st*>(ffi::current_stream(device));
 }
 
 /// What a kernel wants beside its tensors; no memory where it wants none. Must live until the launch.

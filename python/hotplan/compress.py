@@ -137,7 +137,7 @@ def plan_compress_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress, write = (None, None) if out is None else out
+    compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.paged_prefill(
         req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, compress, write,
         num_q_tokens, compress_ratio, swa_page_size, ring_size, use_req_ring, write_pad, use_cuda_graph,
@@ -211,7 +211,7 @@ def plan_compress_prefill_legacy(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress, write = (None, None) if out is None else out
+    compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.legacy_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, compress_ratio, use_cuda_graph
     )
@@ -274,7 +274,7 @@ def plan_online_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress, write = (None, None) if out is None else out
+    compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.online_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, state_slot_offset, use_cuda_graph
     )
@@ -338,7 +338,7 @@ def plan_online_verify(
         TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
-    compress, write = (None, None) if out is None else out
+    compress, write = (None, None) if out is None else _pair_of(out)
     is_tensor = isinstance(active_batch_size, torch.Tensor)
     new = ops.online_verify(
         req_pool_indices, prefix_lens, active_batch_size if is_tensor else None, compress, write,
@@ -386,7 +386,7 @@ def plan_step_prefill(
         plan = plan_compress_prefill(
             req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens,
             num_q_tokens=num_q_tokens, compress_ratio=ratios[0], swa_page_size=swa_page_size, ring_size=ring_sizes[0],
-            use_req_ring=use_req_ring and ratios[0] == 4, use_cuda_graph=use_cuda_graph, write_pad=pads[0],
+            use_req_ring=_ring_of(use_req_ring, ratios[0]), use_cuda_graph=use_cuda_graph, write_pad=pads[0],
             check=check, out=None if out is None else _out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
@@ -396,7 +396,7 @@ def plan_step_prefill(
     if out is None:
         c0 = w0 = c1 = w1 = None
     else:
-        (c0, w0), (c1, w1) = _out_of(out, first), _out_of(out, second)
+        (c0, w0), (c1, w1) = _pair_of(_out_of(out, first)), _pair_of(_out_of(out, second))
     new = ops.paged_prefill_pair(
         req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, c0, w0, c1, w1,
         num_q_tokens, swa_page_size, use_req_ring,
@@ -440,7 +440,7 @@ def plan_step_decode(
         plan = plan_compress_decode(
             req_pool_indices, req_to_token, full_to_state, seq_lens,
             compress_ratio=ratios[0], swa_page_size=swa_page_size, ring_size=ring_sizes[0],
-            use_req_ring=use_req_ring and ratios[0] == 4, check=check,
+            use_req_ring=_ring_of(use_req_ring, ratios[0]), check=check,
             out=None if out is None else _out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
@@ -458,6 +458,9 @@ def plan_step_decode(
 
 
 def _check_ratios(ratios: Sequence[int], ring_sizes: Sequence[int]) -> None:
+    for name, numbers in (("ratios", ratios), ("ring_sizes", ring_sizes)):
+        if not isinstance(numbers, (tuple, list)):
+            raise TypeError(f"{name}: expected a tuple or a list of ints, got {type(numbers).__name__}")
     if len(ratios) not in (1, 2) or (len(ratios) == 2 and ratios[0] == ratios[1]):
         raise ValueError(f"ratios: expected one or two different ratios, got {tuple(ratios)}")
     if len(ring_sizes) != len(ratios):
@@ -465,11 +468,16 @@ def _check_ratios(ratios: Sequence[int], ring_sizes: Sequence[int]) -> None:
 
 
 def _pads(write_pad: int | Sequence[int | None] | None, ratios: Sequence[int]) -> Sequence[int | None]:
-    if write_pad is None or isinstance(write_pad, int):
+    if not isinstance(write_pad, (tuple, list)):
         return (write_pad,) * len(ratios)
     if len(write_pad) != len(ratios):
         raise ValueError(f"write_pad: expected one per ratio, {len(ratios)}, got {tuple(write_pad)}")
     return write_pad
+
+
+def _ring_of(use_req_ring: bool, ratio: int) -> bool:
+    """``use_req_ring`` is about ratio 4; what is no bool is left to the check of all."""
+    return False if ratio != 4 and isinstance(use_req_ring, int) else use_req_ring
 
 
 def _out_of(out: Mapping[int, Any], ratio: int) -> Any:
@@ -477,3 +485,13 @@ def _out_of(out: Mapping[int, Any], ratio: int) -> Any:
         return out[ratio]
     except KeyError:
         raise ValueError(f"out: expected a plan for ratio {ratio}, got ratios {tuple(out)}") from None
+    except (TypeError, IndexError):
+        raise TypeError(f"out: expected a plan by ratio, got {type(out).__name__}") from None
+
+
+def _pair_of(out: PrefillPlan | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(out, (tuple, list)):
+        raise TypeError(f"out: expected (compress, write), got {type(out).__name__}")
+    if len(out) != 2:
+        raise ValueError(f"out: expected (compress, write), got {len(out)} tensors")
+    return out[0], out[1]

@@ -12,6 +12,66 @@ from hotplan import hisparse
 __all__ = ["HitStats", "HotBuffer"]
 
 
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        expected = f"at least {low}" if high is None else f"a number in [{low}, {high}]"
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def _check_tensor(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    """None in the shape: any size."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
+        expected = ", ".join("*" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name}: expected shape ({expected}), got {got}")
+
+
+def _tensor_of(name: str, values: torch.Tensor | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """One-dimensional: the tensor itself, or the numbers of a sequence on the CPU."""
+    if not isinstance(values, torch.Tensor):
+        try:
+            values = torch.tensor(list(values), dtype=dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"{name}: expected a tensor or a sequence of ints, got {values!r:.80} ({error})") from None
+    _check_tensor(name, values, dtype, (None,))
+    return values
+
+
+def _pools_of(host_pool: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One pool per layer, all alike."""
+    if isinstance(host_pool, torch.Tensor):
+        if host_pool.dim() not in (2, 3):
+            raise ValueError(f"host_pool: expected 2 or 3 dimensions, got shape {tuple(host_pool.shape)}")
+        pools = [host_pool] if host_pool.dim() == 2 else list(host_pool)
+    elif isinstance(host_pool, (tuple, list)):
+        pools = list(host_pool)
+    else:
+        raise TypeError(f"host_pool: expected a tensor or one per layer, got {type(host_pool).__name__}")
+    for pool in pools:
+        if not isinstance(pool, torch.Tensor):
+            raise TypeError(f"host_pool: expected tensors, got {type(pool).__name__}")
+    shapes = {tuple(pool.shape) for pool in pools}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        raise ValueError(f"host_pool: expected layers of one shape [host_rows, width], got shapes {sorted(shapes)}")
+    for pool in pools:
+        if pool.dtype != pools[0].dtype:
+            raise TypeError(f"host_pool: expected layers of one dtype, got {pools[0].dtype} and {pool.dtype}")
+        if pool.device.type != "cpu" or pool.layout != torch.strided:
+            raise ValueError(f"host_pool: expected dense layers on the CPU, got {pool.layout} on {pool.device}")
+        if not pool.is_contiguous():
+            raise ValueError(f"host_pool: expected contiguous layers, got strides {pool.stride()}")
+    row_bytes = pools[0].shape[1] * pools[0].element_size()
+    if row_bytes == 0 or row_bytes % 16:
+        raise ValueError(f"host_pool: expected rows of a positive multiple of 16 bytes, got {row_bytes} bytes")
+    return pools
+
+
 class HitStats(NamedTuple):
     """Top-k references since the last reset: hits found their id in the hot buffer, misses had it copied."""
 
@@ -80,18 +140,22 @@ class HotBuffer:
             device: where the hot rows are, a CUDA device or "cpu".
 
         Raises:
-            ValueError: a size that does not fit.
+            TypeError, ValueError: a pool or a size that does not fit.
         """
-        pools = [host_pool] if isinstance(host_pool, torch.Tensor) and host_pool.dim() == 2 else list(host_pool)
-        shapes = {tuple(pool.shape) for pool in pools}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
-            raise ValueError(f"host_pool: expected layers of one shape [host_rows, width], got shapes {sorted(shapes)}")
+        pools = _pools_of(host_pool)
         for name, value in (("max_requests", max_requests), ("top_k", top_k), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if not top_k <= hot_slots <= 32768:
-            raise ValueError(f"hot_slots: expected top_k <= hot_slots <= 32768 with top_k={top_k}, got {hot_slots}")
-        self.device = torch.device(device)
+            _check_int(name, value, 1)
+        _check_int("hot_slots", hot_slots, top_k, 32768)
+        if max_rows is not None:
+            _check_int("max_rows", max_rows, 1)
+        if attention_block_stride is not None:
+            _check_int("attention_block_stride", attention_block_stride, block_size)
+        try:
+            self.device = torch.device(device)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"device: expected a CUDA device or cpu, got {device!r} ({error})") from None
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: expected a CUDA device or cpu, got {device!r}")
         self.layers = len(pools)
         self.top_k = top_k
         self.hot_slots = hot_slots
@@ -157,9 +221,10 @@ class HotBuffer:
             request: what :meth:`admit` returned.
 
         Raises:
-            ValueError: it is not admitted.
+            TypeError, ValueError: it is not admitted.
         """
-        if not 0 <= request < self.max_requests or request in self._free:
+        _check_int("request", request, 0, self.max_requests - 1)
+        if request in self._free:
             raise ValueError(f"request: expected an admitted request, got {request}")
         self.states[request].fill_(-1)
         self._free.append(request)
@@ -199,9 +264,15 @@ class HotBuffer:
             ``hot_indices`` and valid until the next step.
 
         Raises:
-            ValueError: more rows than ``max_rows``, an unknown request in a sequence, and what
+            TypeError, ValueError: more rows than ``max_rows``, an unknown request in a sequence, and what
                 :func:`hotplan.hisparse.resolve_residency` raises.
         """
+        _check_tensor("ids", ids, torch.int32, (None, self.top_k))
+        self._check_device("ids", ids)
+        if ids.numel() and ids.stride(1) != 1 and self.top_k > 1:
+            raise ValueError(f"ids: expected a column stride of 1, got strides {ids.stride()}")
+        if layer is not None:
+            self._check_layer(layer)
         rows = ids.shape[0]
         if rows > self.max_rows:
             raise ValueError(f"ids: expected at most max_rows={self.max_rows} rows, got {rows}")
@@ -247,7 +318,12 @@ class HotBuffer:
         return hot_indices
 
     def gather(self, layer: int = 0) -> torch.Tensor:
-        """Copy what the last step misses into ``caches[layer]``, and return that."""
+        """Copy what the last step misses into ``caches[layer]``, and return that.
+
+        Raises:
+            TypeError, ValueError: there is no such layer.
+        """
+        self._check_layer(layer)
         cache, rows = self.caches[layer], self._rows
         hisparse.gather_compact(
             self._pools[layer],
@@ -266,27 +342,45 @@ class HotBuffer:
             host_rows: int64 ``[T]`` on the device, or a sequence of ints; negative: skipped.
 
         Raises:
-            ValueError: lengths differ.
+            TypeError, ValueError: no tensors or sequences of ints, or lengths differ.
         """
-        if not isinstance(host_rows, torch.Tensor):
-            host_rows = torch.tensor(list(host_rows), dtype=torch.int64).to(self.device)
-        if not isinstance(requests, torch.Tensor):
-            requests = self._int32(torch.tensor(list(requests), dtype=torch.int32))
-        hisparse.invalidate_written_slots(self.device_global_indices, self.states, requests, host_rows)
+        wanted = _tensor_of("requests", requests, torch.int32)
+        rows = _tensor_of("host_rows", host_rows, torch.int64)
+        if len(wanted) != len(rows):
+            raise ValueError(f"host_rows: expected one for each of {len(wanted)} requests, got {len(rows)}")
+        given = [("requests", requests, wanted), ("host_rows", host_rows, rows)]
+        moved = [tensor if tensor is value else tensor.to(self.device) for _, value, tensor in given]
+        for (name, _, _), tensor in zip(given, moved, strict=True):
+            self._check_device(name, tensor)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+        hisparse.invalidate_written_slots(self.device_global_indices, self.states, *moved)
+
+    def _check_layer(self, layer: int) -> None:
+        _check_int("layer", layer, 0, self.layers - 1)
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self.states.device or tensor.layout != torch.strided:
+            device = self.states.device
+            raise ValueError(f"{name}: expected a dense tensor on {device}, got {tensor.layout} on {tensor.device}")
 
     def _requests(self, requests: torch.Tensor | Sequence[int] | None, rows: int) -> torch.Tensor | None:
         if requests is None:
             if rows > self.max_requests:
                 raise ValueError(f"requests: expected one per row, because there are {rows} rows, got None")
             return None
-        if not isinstance(requests, torch.Tensor):
-            for request in requests:
+        given = _tensor_of("requests", requests, torch.int32)
+        if len(given) != rows:
+            raise ValueError(f"requests: expected shape ({rows},), got {tuple(given.shape)}")
+        if given is not requests:
+            for request in given.tolist():
                 if not -1 <= request < self.max_requests:
                     raise ValueError(f"requests: expected numbers in [-1, {self.max_requests - 1}], got {request}")
-            requests = self._int32(torch.tensor(list(requests), dtype=torch.int32))
-        if tuple(requests.shape) != (rows,):
-            raise ValueError(f"requests: expected shape ({rows},), got {tuple(requests.shape)}")
-        return requests
+            given = given.to(self.device)
+        self._check_device("requests", given)
+        if not given.is_contiguous():
+            raise ValueError(f"requests: expected a contiguous tensor, got strides {given.stride()}")
+        return given
 
     # ------------------------------------------------------------------------------------------------ statistics
 

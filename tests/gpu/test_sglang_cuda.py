@@ -14,6 +14,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,9 @@ def ask_for_kernels(wheel: sglang_modules.Wheel) -> None:
                 record_miss_plan=record, skip_io=False,
             )  # fmt: skip
         wheel.hisparse._jit_copy_planned_module(1024, True, layout.paged, False)
+    wheel.hisparse._jit_sparse_module(
+        BLOCKS_ITEM, THREADS, BLOCKS, HOT_SLOTS, top_k_block_size=BLOCK_TOKENS, top_k_is_blocks=True
+    )
 
 
 def report(target: str, case: str, **numbers: Any) -> None:
@@ -450,6 +454,7 @@ def test_sglangs_online_compressor_behind_our_plans(lengths_on: str, wheel: sgla
 
 TOP_K, HOT_SLOTS, THREADS, EXTRA = 512, 1024, 960, 64
 BATCH, POOL_ROWS, CONTEXT = 8, 12, 2600
+BLOCKS, BLOCK_TOKENS, BLOCKS_ITEM = 32, 16, 512
 
 
 class Layout(NamedTuple):
@@ -814,29 +819,71 @@ def test_what_sglangs_translation_gives(wheel: sglang_modules.Wheel) -> None:
     report("translation", f"batch {BATCH}", **times)
 
 
+def test_times_of_blocks(wheel: sglang_modules.Wheel) -> None:
+    """The swap-in of multi-head attention's blocks, of which a quarter are missed."""
+    rng = np.random.default_rng(11)
+    case = db.make_case(
+        "blocks", seed=11, top_k=BLOCKS, block_tokens=BLOCK_TOKENS, hot_slots=HOT_SLOTS, rows=BATCH, spare_requests=0,
+        max_tokens=3 * HOT_SLOTS, item_bytes=BLOCKS_ITEM,
+    )  # fmt: skip
+    first = db.random_step(case, rng, lengths=np.full(BATCH, case.max_tokens))
+    top_k = first.top_k.copy()
+    for chosen in top_k:
+        others = np.setdiff1d(np.arange(case.max_tokens // BLOCK_TOKENS), chosen)
+        chosen[::4] = rng.permutation(others)[: len(chosen[::4])]
+    second = replace(first, top_k=top_k)
+    benches, calls, resets, saved = {}, {}, {}, {}
+    for who, operators in (("SGLang", wheel.hisparse), ("hotplan", hisparse)):
+        benches[who] = bench = db.Bench(case, DEVICE)
+        bench.run(operators, first, block_size=THREADS)
+        saved = {name: getattr(bench, name).clone() for name in ("device_buffer_tokens", "lru_slots")}
+        arguments = bench.arguments(second) | {"num_real_reqs": bench.num_real_reqs, "block_size": THREADS}
+        calls[who], resets[who] = partial(bench.operator(operators), **arguments), partial(put_back, bench, saved)
+    times = gpu_times(calls, resets)
+    for who, call in calls.items():
+        resets[who]()
+        call()
+    benches["hotplan"].assert_equal(benches["SGLang"], "after the timed calls")
+    misses = int((benches["hotplan"].device_buffer_tokens != saved["device_buffer_tokens"]).sum())
+    assert misses > 100
+    report("swap-in of blocks", f"2 x {BLOCKS_ITEM} bytes, batch {BATCH}, {misses} misses", **times)
+
+
+def put_back(bench: db.Bench, saved: dict[str, torch.Tensor]) -> None:
+    for name, tensor in saved.items():
+        getattr(bench, name).copy_(tensor)
+
+
 PLAN_BATCHES = {"verify": (8, 4), "chunks": (8, 1024), "decode of 8": (8, 1), "decode of 128": (128, 1)}
 
 
 @pytest.mark.parametrize("name", PLAN_BATCHES)
+@pytest.mark.parametrize("function", ["generate", "generate_legacy", "generate_online"])
 @pytest.mark.parametrize("ring", ["c4, drafts", "c128, drafts"])
-def test_times_of_plans(ring: str, name: str, wheel: sglang_modules.Wheel) -> None:
+def test_times_of_plans(ring: str, function: str, name: str, wheel: sglang_modules.Wheel) -> None:
+    if function == "generate_online" and ring.startswith("c4"):
+        pytest.skip("the online compressor has one ratio, 128")
     batch, extend = PLAN_BATCHES[name]
     lengths = Lengths.of(np.random.default_rng(3).integers(0, 4000, batch).tolist(), [extend] * batch)
     case = build_case(lengths, RINGS[ring].geometry, seed=3, device=DEVICE)
-    call = {
-        "req_pool_indices": case.req_pool_indices,
-        "req_to_token": case.req_to_token.contiguous(),  # SGLang's launcher takes no other
-        "full_to_state": case.full_to_state, "seq_lens": case.seq_lens, **case.geometry.decode_options(),
-    }  # fmt: skip
-    function = "Decode.generate"
-    if extend > 1:
-        function = "Prefill.generate"
+    call: dict[str, Any] = {"req_pool_indices": case.req_pool_indices, "seq_lens": case.seq_lens}
+    if function != "generate_legacy":
+        call["req_to_token"] = case.req_to_token.contiguous()  # SGLang's launcher takes no other
+    if function == "generate":
+        call |= {"full_to_state": case.full_to_state, **case.geometry.decode_options()}
+    if function == "generate_legacy":
+        call["compress_ratio"] = case.geometry.compress_ratio
+    kind = "Decode" if extend == 1 else "Prefill"
+    if kind == "Prefill":
         call |= {"extend_lens": case.extend_lens, "num_q_tokens": lengths.num_q_tokens, "use_cuda_graph": True}
-    calls = {who: partial(functions[function], **call) for who, functions in both_plans(wheel).items()}
+        if function == "generate_legacy":
+            call["device"] = torch.device(DEVICE)
+    calls = {who: partial(functions[f"{kind}.{function}"], **call) for who, functions in both_plans(wheel).items()}
     # SGLang's rows are in the order in which its threads came.
     theirs, ours = ([sorted(map(bytes, rows.cpu().numpy())) for rows in made()[1:3]] for made in calls.values())
     assert ours == theirs
-    report(f"plan of {ring.partition(',')[0]}", f"{name}, {extend} tokens each", **gpu_times(calls))
+    target = f"Compressor{kind}Plan.{function}, {ring.partition(',')[0]}"
+    report(target, f"{name}, {extend} tokens each", **gpu_times(calls))
 
 
 # ------------------------------------------------------------------------------------------------- processes of their own

@@ -384,10 +384,25 @@ def test_step_errors() -> None:
         ("ratios", (), "ratios: expected one or two different ratios"),
         ("ring_sizes", (8,), "ring_sizes: expected one per ratio, 2"),
         ("write_pad", (1,), "write_pad: expected one per ratio, 2"),
-        ("out", {4: None}, "out"),
+        ("ratios", 4, "ratios: expected a tuple or a list of ints, got int"),
+        ("ring_sizes", "8", "ring_sizes: expected a tuple or a list of ints, got str"),
+        ("write_pad", 1.5, "write_pad: expected an int or None, got float"),
+        ("out", {4: None}, "out: expected .*compress, write.*, got NoneType"),
+        ("out", {4: (None,)}, "out: expected .*compress, write.*, got 1 tensors"),
+        ("out", 5, "out: expected a plan by ratio, got int"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             hotplan.plan_step_prefill(*arguments, **{**options, name: value})
+    # The ring rule of ratio 4 is no matter of the other one's plan, but what is no flag is refused there, too.
+    one = {**options, "ratios": (128,), "ring_sizes": (128,)}
+    assert hotplan.plan_step_prefill(*arguments, **one, use_req_ring=True).keys() == {128}
+    with pytest.raises(TypeError, match="use_req_ring: expected a bool, got another type"):
+        hotplan.plan_step_prefill(*arguments, **one, use_req_ring=torch.ones(2))
+    for out in (7, torch.zeros((2, 16), dtype=torch.uint8), (None, None, None)):
+        with pytest.raises((TypeError, ValueError), match="out: expected .*compress, write.*, got "):
+            hotplan.plan_online_prefill(
+                a["req_pool_indices"], a["seq_lens"], a["extend_lens"], num_q_tokens=13, out=out
+            )
     with pytest.raises(ValueError, match="out: expected a plan for ratio 128"):
         hotplan.plan_step_decode(*arguments[:4], swa_page_size=256, out={4: torch.zeros((2, 16), dtype=torch.uint8)})
 

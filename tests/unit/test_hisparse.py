@@ -441,6 +441,9 @@ def test_bad_outputs_of_a_plan() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             hisparse.plan_swap_in(*arguments, out=bad)
+    for bad, error in ((7, TypeError), (zeros(1), TypeError), (good[:2], ValueError), ((*good, None), ValueError)):
+        with pytest.raises(error, match=r"^out: expected \(plan, counts, hot_indices\), got "):
+            hisparse.plan_swap_in(*arguments, out=bad)
 
 
 def test_first_seven_arguments_are_positional() -> None:
@@ -541,9 +544,36 @@ def test_hot_buffer_errors() -> None:
         (lambda: hot.resolve(ids, [0]), ValueError, r"requests: expected shape \(2,\), got \(1,\)"),
         (lambda: hot.resolve(ids, [0, 4]), ValueError, r"requests: expected numbers in \[-1, 3\], got 4"),
         (lambda: hot.resolve(ids, [0, 1], max_union_rows=2), ValueError, "source_block_table: .*max_union_rows is given"),
-        (lambda: hot.resolve(ids.long()), TypeError, "global_indices: expected dtype int32, got int64"),
+        (lambda: hot.resolve(ids.long()), TypeError, "ids: expected dtype torch.int32, got torch.int64"),
+        (lambda: hot.resolve([0] * 8), TypeError, "ids: expected a tensor, got list"),
+        (lambda: hot.resolve(ids[:, :7]), ValueError, r"ids: expected shape \(\*, 8\), got \(2, 7\)"),
+        (lambda: hot.resolve(ids.expand(8, 2, 8)[0].t().contiguous().t()), ValueError, "ids: expected a column stride of 1"),
+        (lambda: hot.resolve(ids.to("meta")), ValueError, "ids: expected a dense tensor on cpu, got .* on meta"),
+        (lambda: hot.resolve(ids, ids[:, 0].to(torch.uint16)), TypeError, "requests: expected dtype torch.int32"),
+        (lambda: hot.resolve(ids, ids[:, 0]), ValueError, "requests: expected a contiguous tensor"),
+        (lambda: hot.resolve(ids, 3), TypeError, "requests: expected a tensor or a sequence of ints, got 3"),
+        (lambda: hot.resolve(ids, [0, "x"]), TypeError, "requests: expected a tensor or a sequence of ints, got "),
+        (lambda: hot.resolve(ids, layer=3), ValueError, r"layer: expected a number in \[0, 2\], got 3"),
+        (lambda: hot.gather(3), ValueError, r"layer: expected a number in \[0, 2\], got 3"),
+        (lambda: hot.gather("0"), TypeError, "layer: expected an int, got str"),
+        (lambda: hot.invalidate([0, 1], [5]), ValueError, "host_rows: expected one for each of 2 requests, got 1"),
+        (lambda: hot.invalidate([0], [2**70]), TypeError, "host_rows: expected a tensor or a sequence of ints"),
+        (lambda: hot.invalidate(None, [5]), TypeError, "requests: expected a tensor or a sequence of ints, got None"),
         (lambda: hot.release(0), ValueError, "request: expected an admitted request, got 0"),
-        (lambda: hot_buffer(hot_slots=7), ValueError, "hot_slots: expected top_k <= .* got 7"),
+        (lambda: hot.release([0]), TypeError, "request: expected an int, got list"),
+        (lambda: hot.release(4), ValueError, r"request: expected a number in \[0, 3\], got 4"),
+        (lambda: hot_buffer(top_k=True), TypeError, "top_k: expected an int, got bool"),
+        (lambda: hot_buffer(max_rows=0), ValueError, "max_rows: expected at least 1, got 0"),
+        (lambda: hot_buffer(attention_block_stride=1), ValueError, "attention_block_stride: expected at least "),
+        (lambda: hot_buffer(device="nowhere"), ValueError, "device: expected a CUDA device or cpu, got 'nowhere'"),
+        (lambda: hot_buffer(device="meta"), ValueError, "device: expected a CUDA device or cpu, got 'meta'"),
+        (lambda: HotBuffer(7, max_requests=1, top_k=1, hot_slots=1), TypeError, "host_pool: expected a tensor or one per layer"),
+        (lambda: HotBuffer([7], max_requests=1, top_k=1, hot_slots=1), TypeError, "host_pool: expected tensors, got int"),
+        (lambda: HotBuffer([pool[0], pool[1].float()], max_requests=1, top_k=1, hot_slots=1), TypeError, "host_pool: .*one dtype"),
+        (lambda: HotBuffer(pool[..., :-1], max_requests=1, top_k=1, hot_slots=1), ValueError, "host_pool: expected contiguous"),
+        (lambda: HotBuffer(pool[..., :5].contiguous(), max_requests=1, top_k=1, hot_slots=1), ValueError, "host_pool: .*16 bytes"),
+        (lambda: HotBuffer(pool.to("meta"), max_requests=1, top_k=1, hot_slots=1), ValueError, "host_pool: expected dense layers on the CPU"),
+        (lambda: hot_buffer(hot_slots=7), ValueError, r"hot_slots: expected a number in \[8, 32768\], got 7"),
         (lambda: hot_buffer(max_requests=0), ValueError, "max_requests: expected at least 1, got 0"),
         (lambda: HotBuffer([pool[0], pool[1][:3]], max_requests=1, top_k=1, hot_slots=1), ValueError, "host_pool: "),
         (lambda: hot_buffer(max_rows=9)[1].resolve(torch.zeros((9, 8), dtype=torch.int32)), ValueError, "requests: .*9 rows"),

@@ -212,7 +212,8 @@ struct Request {
 
   template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {
-    copy_items<3>(p.items, copies, count, launch.piece_bytes, worker, workers);
+    hisparse::copy_rows<4>(
+        ItemRows<Copies>{p.items, copies}, count, copied_bytes(p.items), launch.piece_bytes, worker, workers);
   }
 
  private:

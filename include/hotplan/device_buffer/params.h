@@ -87,7 +87,7 @@ struct TransferParams {
   uint32_t layers;
   const int64_t* src_indices;  // [items]
   const int64_t* dst_indices;
-  uint32_t items;
+  FastDiv items;  // of a layer
 };
 
 struct TranslateParams {

@@ -90,6 +90,11 @@ inline constexpr uint32_t kScaleBytes = 8;
 inline constexpr uint32_t kScalesAt = kPageSlots * kValueBytes;
 inline constexpr uint32_t kPagedItemBytes = kValueBytes + kScaleBytes;
 
+/// What lies between the value and the scale of a slot.
+HOTPLAN_HD uint32_t scale_gap(uint32_t slot) {
+  return kScalesAt + slot * kScaleBytes - (slot + 1) * kValueBytes;
+}
+
 /// Offset in a paged pool of byte `byte` of item `row`; pieces that begin there must not cross kValueBytes.
 HOTPLAN_HD int64_t paged_offset(int64_t row, uint32_t byte) {
   const int64_t page = row / kPageSlots * kPageBytes;

@@ -10,6 +10,12 @@ namespace hotplan::hisparse {
 inline constexpr uint32_t kWarp = 32;
 inline constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
+/// What that lane of the warp has.
+template <typename T>
+__device__ __forceinline__ T* shuffle(T* pointer, uint32_t lane) {
+  return reinterpret_cast<T*>(__shfl_sync(kFullMask, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
 /// N elements that are read and written at once.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {

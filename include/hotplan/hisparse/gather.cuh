@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   const CacheRows<SegmentLists> lists{p.caches, {p, segment, first_row, rows}};
   const auto row_bytes = static_cast<uint32_t>(p.caches.row_bytes);
   copy_rows<kGatherBatch>(
-      lists, total, row_bytes, width, blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
+      lists, total, row_bytes, width, threadIdx.x / kWarp * gridDim.x + blockIdx.x, gridDim.x * kWarps);
 }
 
 /// The columns of a tile whose mask asks for a copy.

@@ -522,7 +522,8 @@ struct Resolver {
     a.add_stats(rank, scanned.sum.first() - misses, misses);
     if (launch.copy && copies > 0) {
       constexpr uint32_t kWarps = kThreads / kWarp;
-      a.copy(Copies{*this, target.loads}, copies, rank * kWarps + threadIdx.x / kWarp, kWarps * blocks());
+      // Few rows are spread over the blocks first.
+      a.copy(Copies{*this, target.loads}, copies, threadIdx.x / kWarp * blocks() + rank, kWarps * blocks());
     }
   }
 };

@@ -104,6 +104,14 @@ def _check_unions(
     )  # fmt: skip
 
 
+def _three_of(out: SwapPlan | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if not isinstance(out, (tuple, list)):
+        raise TypeError(f"out: expected (plan, counts, hot_indices), got {type(out).__name__}")
+    if len(out) != 3:
+        raise ValueError(f"out: expected (plan, counts, hot_indices), got {len(out)} tensors")
+    return tuple(out)
+
+
 def resolve_residency(
     host_cache: torch.Tensor,
     hot_cache: torch.Tensor,
@@ -282,7 +290,7 @@ def plan_swap_in(
             request_state_indices, max_union_rows, request_ids, source_block_table, source_block_size,
             resident_block_table, resident_block_size, resident_null_block,
         )  # fmt: skip
-    plan, counts, hot_indices = (None, None, None) if out is None else out
+    plan, counts, hot_indices = (None, None, None) if out is None else _three_of(out)
     new = _operators("hot_cache", hot_cache).plan_swap_in(
         host_cache, hot_cache, hot_block_table, global_indices, device_global_indices, lru_slots,
         request_state_indices, region_stride, max_union_rows, miss_mask, stats, attention_indices,

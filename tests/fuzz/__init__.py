@@ -1,0 +1,1 @@
+"""Fuzzing of every public operator; see README.md beside this file."""
