@@ -50,7 +50,7 @@ def python_texts() -> list[str]:
     texts = []
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.JoinedStr):
-            texts.append(re.sub(r"…(\.…)+", GAP, "".join(map(part, node.values))))  # 9.0 is one gap
+            texts.append(re.sub(r"…([. ]…)+", GAP, "".join(map(part, node.values))))  # 9.0 is one gap
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value)
     return texts
