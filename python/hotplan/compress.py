@@ -132,8 +132,8 @@ def plan_compress_prefill(
         ascending. n and m are exact for lengths on the CPU without ``use_cuda_graph``, else ``num_q_tokens``.
 
     Raises:
-        ValueError: among others, lengths on the CPU that are not ``0 < extend <= seq`` or do not sum to
-            ``num_q_tokens``.
+        TypeError, ValueError: see the module's description; among others lengths on the CPU that are not
+            ``0 < extend <= seq`` or do not sum to ``num_q_tokens``.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
@@ -161,13 +161,17 @@ def plan_compress_decode(
     """Plan one decode step, one new token per request, for one ratio.
 
     Args:
-        req_pool_indices, req_to_token, full_to_state, seq_lens, compress_ratio, swa_page_size, ring_size, use_req_ring,
-            check: as for :func:`plan_compress_prefill`; ``seq_lens`` counts the new token.
+        req_pool_indices, req_to_token, full_to_state, seq_lens: as for :func:`plan_compress_prefill`; lengths count the
+            new token.
+        compress_ratio, swa_page_size, ring_size, use_req_ring, check: as there.
         out: uint8 ``[B, 16]`` on D.
 
     Returns:
-        uint8 ``[B, 16]`` on D, one decode row per request: the ring row of its newest token, and the two pages that a
-        window ending there would read.
+        uint8 ``[B, 16]`` on D, one decode row per request, with the ring row of its newest token and the two pages that
+        a window ending there would read.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
@@ -193,6 +197,17 @@ def plan_compress_prefill_legacy(
 
     As :func:`plan_compress_prefill`, but pages come from the request alone and are always resolved, and neither a write
     pad nor the tails of SWA pages are written.
+
+    Args:
+        req_pool_indices: int64 ``[B]`` on D, rows of the request pool: the pages of the state. B <= 65,535.
+        seq_lens, extend_lens, num_q_tokens, compress_ratio, use_cuda_graph, check, out: as for
+            :func:`plan_compress_prefill`.
+
+    Returns:
+        ``PrefillPlan(compress uint8 [n, 16], write uint8 [m, 8])`` on D, in the same order and of the same sizes.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
@@ -211,7 +226,18 @@ def plan_compress_decode_legacy(
     check: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plan one decode step for the older, unpaged state: uint8 ``[B, 16]``, as :func:`plan_compress_decode`."""
+    """Plan one decode step for the older, unpaged state.
+
+    Args:
+        req_pool_indices: int64 ``[B]`` on D, rows of the request pool: the pages of the state.
+        seq_lens, compress_ratio, check, out: as for :func:`plan_compress_decode`.
+
+    Returns:
+        uint8 ``[B, 16]`` on D, the rows of :func:`plan_compress_decode` with the addresses of this layout.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
+    """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     new = ops.legacy_decode(req_pool_indices, seq_lens, out, compress_ratio)
@@ -242,6 +268,9 @@ def plan_online_prefill(
 
     Returns:
         ``PrefillPlan(compress uint8 [n, 16], write uint8 [m, 16])`` on D.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
@@ -260,9 +289,18 @@ def plan_online_decode(
     check: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plan one decode step for the online c128 compressor: uint8 ``[B, 16]`` on D.
+    """Plan one decode step for the online c128 compressor.
 
-    Rows are ``seq_len``, ``write_loc = read_page_0 = rid + state_slot_offset``, ``read_page_1 = -1``.
+    Args:
+        state_slot_offset: first state row of the committed bank, >= 0.
+        req_pool_indices, seq_lens, check, out: as for :func:`plan_compress_decode`.
+
+    Returns:
+        uint8 ``[B, 16]`` on D. Rows are ``seq_len``, ``write_loc = read_page_0 = rid + state_slot_offset``,
+        ``read_page_1 = -1``.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
@@ -295,6 +333,9 @@ def plan_online_verify(
 
     Returns:
         ``PrefillPlan(compress uint8 [B, 16], write uint8 [B, 16])`` on D.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     compress, write = (None, None) if out is None else _pair_of(out)
@@ -330,11 +371,14 @@ def plan_step_prefill(
         use_req_ring: applies to ratio 4.
         write_pad: one for all ratios, or one per ratio.
         out: ``(compress, write)`` of every ratio.
-        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, num_q_tokens, swa_page_size,
-            use_cuda_graph, check: as for :func:`plan_compress_prefill`.
+        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens: as for :func:`plan_compress_prefill`.
+        num_q_tokens, swa_page_size, use_cuda_graph, check: as there.
 
     Returns:
         ``{ratio: PrefillPlan}`` in the order of ``ratios``.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     _check_ratios(ratios, ring_sizes)
     pads = _pads(write_pad, ratios)
@@ -387,6 +431,9 @@ def plan_step_decode(
 
     Returns:
         ``{ratio: uint8 [B, 16]}`` in the order of ``ratios``.
+
+    Raises:
+        TypeError, ValueError: see the module's description.
     """
     _check_ratios(ratios, ring_sizes)
     if len(ratios) == 1:

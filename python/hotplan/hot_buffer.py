@@ -113,9 +113,9 @@ class HotBuffer:
         block_table: int32 ``[max_requests, ceil(H / BS)]``, the hot pages of each request.
         device_global_indices, lru_slots: the state, int32 and int16 ``[max_requests, H]``.
         states: int32 ``[max_requests]``, the state row of an admitted request, -1 for a free one.
-        hot_indices, attention_indices, miss_mask, resolved_global_indices, swap_host_physical_rows,
-            swap_device_physical_rows: int32 ``[max_rows, K]``, results of the last step (attention_indices is None
-            without ``attention_block_stride``).
+        hot_indices, miss_mask, resolved_global_indices: int32 ``[max_rows, K]``, results of the last step.
+        attention_indices: likewise; None without ``attention_block_stride``.
+        swap_host_physical_rows, swap_device_physical_rows: likewise.
         valid_counts, swap_counts: int32 ``[max_rows]``, likewise.
     """
 
@@ -221,6 +221,9 @@ class HotBuffer:
 
     def release(self, request: int) -> None:
         """Take the hot buffer of a finished request back. Its rows in a later step are padding.
+
+        Args:
+            request: what :meth:`admit` returned.
 
         Raises:
             TypeError, ValueError: it is not admitted.

@@ -3,6 +3,9 @@
 A plan is a small ``uint8`` tensor whose rows kernels read as packed structs. Nothing here copies a plan that
 lies on the CPU: ``compress_rows(t)["seq_len"]`` is a window into the tensor's own memory, and writing to it
 writes the plan.
+
+Compress, write and decode rows are those that SGLang 0.5.23's compressor kernels read
+(``kernels/jit/csrc/deepseek_v4/c_plan.cuh``); swap rows are hotplan's own.
 """
 
 from __future__ import annotations
@@ -214,7 +217,7 @@ def describe(plan: PrefillPlan | _Packed, kind: str | None = None, limit: int = 
         limit: at most so many rows per plan are shown, half of them from the head and half from the tail.
 
     Returns:
-        Lines without a trailing newline: a title with the counts of valid and invalid rows, the names of the
+        Lines without a trailing newline, which are a title with the counts of valid and invalid rows, the names of the
         fields, the rows. A row that is no entry is shown as "invalid".
 
     Raises:

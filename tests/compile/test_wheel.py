@@ -36,6 +36,12 @@ def files(directory: Path, *suffixes: str) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.suffix in suffixes}
 
 
+def pages() -> set[str]:
+    """What the documentation is made of; docs/_build is where somebody may have built it."""
+    found = {f"docs/{name}" for name in files(ROOT / "docs", ".md", ".py")}
+    return {name for name in found if not name.startswith("docs/_build/")}
+
+
 def test_the_wheel_holds_python_headers_sources_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     info = f"hotplan-{hotplan.__version__}.dist-info"
     expected = {f"hotplan/{name}" for name in files(ROOT / "python/hotplan", ".py")}
@@ -70,6 +76,7 @@ def test_the_sdist_builds_the_same_wheel(
     assert folders == {"benchmark", "csrc", "docs", "examples", "include", "python", "tests"}
     loose = {path.name for path in inside if len(path.parts) == 1}
     assert loose == {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+    assert {path.as_posix() for path in inside if path.parts[0] == "docs"} == pages()
     assert not [path for path in inside if path.suffix in (".pyc", ".so", ".o") or "__pycache__" in path.parts]
     again = build_wheel(tmp_path / top, tmp_path / "again", monkeypatch)
     assert {one.filename: one.CRC for one in again.infolist()} == {one.filename: one.CRC for one in wheel.infolist()}

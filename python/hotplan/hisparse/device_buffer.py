@@ -1,11 +1,11 @@
 """HiSparse with SGLang's addressing: tokens are positions inside a request, resolution and copy are one call.
 
 The whole KV pool lies in pinned host memory. Per request and layer H hot slots lie on the GPU, kept in LRU order, and
-behind them at least one more slot for the newest tokens. Each decode step :func:`load_cache_to_device_buffer_mla` turns
-K tokens per request into device rows and loads what is missing; where layers share the top-k, it also records its
-copies and :func:`copy_cache_planned_mla` makes them for the other layers. There is one function for each layout
-(linear, DeepSeek-V4's pages, keys and values of multi-head attention by blocks) and one for two to four speculative
-steps at once.
+behind them at least one more slot for the newest tokens. Each decode step
+:func:`~hotplan.hisparse.load_cache_to_device_buffer_mla` turns K tokens per request into device rows and loads what is
+missing; where layers share the top-k, it also records its copies and :func:`~hotplan.hisparse.copy_cache_planned_mla`
+makes them for the other layers. There is one function for each layout (linear, DeepSeek-V4's pages, keys and values of
+multi-head attention by blocks) and one for two to four speculative steps at once.
 
 Names, argument order and defaults are SGLang's (0.5.23, ``kernels/ops/kvcache/hisparse.py``). Rules and decisions are
 in :mod:`hotplan.reference.device_buffer`, which gives the same results line by line.

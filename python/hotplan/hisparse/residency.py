@@ -1,9 +1,10 @@
 """HiSparse residency: what a request's hot buffer holds, what must come from the host pool, and the copies.
 
 The whole KV pool lies in pinned host memory. Per request a hot buffer of H slots lies on the GPU, kept in LRU order.
-Each decode step :func:`resolve_residency` turns K ids per launch row into hot rows and a list of copies;
-:func:`gather_compact`, :func:`gather_planned` or :func:`gather_plan` make the copies for one layer, any number of
-layers after one resolution, or :func:`swap_in` resolves and copies in one call; :func:`invalidate_written_slots`
+Each decode step :func:`~hotplan.hisparse.resolve_residency` turns K ids per launch row into hot rows and a list of
+copies. :func:`~hotplan.hisparse.gather_compact`, :func:`~hotplan.hisparse.gather_planned` or
+:func:`~hotplan.hisparse.gather_plan` make the copies for one layer, any number of layers after one resolution;
+:func:`~hotplan.hisparse.swap_in` resolves and copies in one call. :func:`~hotplan.hisparse.invalidate_written_slots`
 forgets hot copies of host rows that were rewritten. :class:`hotplan.HotBuffer` keeps the tensors for a caller who
 does not have them yet.
 

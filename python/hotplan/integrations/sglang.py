@@ -35,6 +35,8 @@ from hotplan.jit.log import say
 __all__ = ["ENABLE_VAR", "FAMILIES", "Row", "enabled", "register", "status"]
 
 ENABLE_VAR = "HOTPLAN_SGLANG"
+"""The variable that names the families to serve."""
+
 FAMILIES = {"compress": "compress", "hisparse": "device_buffer"}
 """What the variable can name, and the module of :mod:`hotplan.jit` behind it."""
 

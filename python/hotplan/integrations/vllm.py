@@ -1,5 +1,7 @@
 """The four HiSparse operators under the names that vLLM calls: ``torch.ops._C_cache_ops.hisparse_*``.
 
+::
+
     from hotplan.integrations import vllm
     vllm.install()               # define what vLLM does not have, add a CPU implementation to what it has
     vllm.install(replace=True)   # and take its CUDA kernels' place
@@ -73,7 +75,7 @@ def install(replace: bool = False, generation: int | None = None) -> dict[str, d
             of vLLM's operator, or 2 where there is none.
 
     Returns:
-        For every operator, what serves "CPU" and "CUDA" tensors: "hotplan" or "vLLM".
+        For every operator, who serves "CPU" and "CUDA" tensors, "hotplan" or "vLLM".
 
     Raises:
         ValueError: another ``generation``, also than that of an operator which is there; or an operator is there that

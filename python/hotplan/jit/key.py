@@ -43,7 +43,7 @@ def source_root() -> Path:
 
 
 def families(root: Path | None = None) -> list[str]:
-    """The names of csrc/*/, sorted."""
+    """The names of the kernel families, the directories of ``csrc/``, sorted."""
     return sorted(unit.parent.name for unit in ((root or source_root()) / "csrc").glob("*/entry.cpp"))
 
 

@@ -38,7 +38,12 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Built(NamedTuple):
-    """A library in the cache and the seconds its compile took just now (0.0: it was there)."""
+    """A library in the cache.
+
+    Attributes:
+        path: of the shared library.
+        seconds: what its compile took just now, 0.0 if it was there.
+    """
 
     path: Path
     seconds: float
@@ -47,9 +52,18 @@ class Built(NamedTuple):
 def load(family: str, backend: str, *, root: Path | None = None) -> tvm_ffi.Module:
     """The module of a kernel family, compiled on first use; a dictionary hit from the second call on.
 
-    `family` is a directory of csrc/, `backend` is "cpu" or "cuda"; `root` holds other sources than the
-    package's. Raises ValueError (unknown name, bad architecture variable) and RuntimeError (no compiler, a
-    failed compile, strict mode, a cache directory that others can write).
+    Args:
+        family: one of :func:`families`.
+        backend: "cpu" or "cuda".
+        root: a directory with other sources (``include/`` and ``csrc/``) than the package's.
+
+    Returns:
+        A tvm-ffi module; its functions take torch tensors.
+
+    Raises:
+        ValueError: an unknown name, or a variable of architectures that names none.
+        RuntimeError: no compiler, a failed compile, strict mode, no architecture to compile for, a directory that
+            others can write.
     """
     module = _modules.get((family, backend, root))
     if module is None:
@@ -68,11 +82,21 @@ def build(
     *,
     root: Path | None = None,
 ) -> Built:
-    """Makes sure that the cache holds the library, without loading it. With `archs` it needs no GPU.
+    """Makes sure that the cache holds the library, without loading it.
 
-    `archs` is like "9.0a,10.0a" (default: as in `load`). `out` is a directory to use in place of the cache;
-    where the library is wanted, HOTPLAN_PREBUILT_DIR (or HOTPLAN_CACHE_DIR) has to name it. Raises as `load`
-    does. `hotplan build` does this for all modules at once.
+    ``hotplan build`` does so for all modules at once.
+
+    Args:
+        family: one of :func:`families`.
+        backend: "cpu" or "cuda".
+        archs: like "9.0a,10.0a", or a list; then no GPU is needed. None: as in :func:`load`.
+        out: a directory to use in place of the cache; where the library is wanted, HOTPLAN_PREBUILT_DIR (or
+            HOTPLAN_CACHE_DIR) has to name it.
+        root: as for :func:`load`.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`load`.
+        OSError: ``out`` cannot be written.
     """
     parsed = None if archs is None else parse_archs(archs, "archs")
     if out is None:

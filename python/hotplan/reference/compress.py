@@ -1,6 +1,6 @@
 """Compress plans, straight from the rules.
 
-Every function lists the new tokens of the batch, one array element per token (:func:`_tokens`), and asks the
+Every function lists the new tokens of the batch, one array element per token (``_tokens``), and asks the
 rules about each: does this token close a window, must it be stored, where does its state lie. Nothing is
 counted in advance and nothing is in closed form, so this file shares no reasoning with the kernels that it
 checks.
@@ -147,10 +147,9 @@ def plan_step_prefill(
         ring_sizes: one ring per ratio.
         use_req_ring: applies to ratio 4; other ratios have per-request rings anyway.
         write_pad: one value for all ratios, or one per ratio.
-        out: plans to write into, one :class:`PrefillPlan` per ratio.
-        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, num_q_tokens, swa_page_size,
-        use_cuda_graph,
-            check, unchecked: as for :func:`plan_compress_prefill`.
+        out: plans to write into, one :class:`~hotplan.plans.PrefillPlan` per ratio.
+        req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens: as for :func:`plan_compress_prefill`.
+        num_q_tokens, swa_page_size, use_cuda_graph, check, unchecked: as there.
 
     Returns:
         ``{ratio: PrefillPlan}``, equal to the separate calls.
@@ -199,9 +198,8 @@ def plan_compress_decode(
 
     Args:
         out: contiguous uint8 ``[B, 16]`` on D to write into; it is the returned tensor.
-        req_pool_indices, req_to_token, full_to_state, seq_lens, compress_ratio, swa_page_size, ring_size,
-        use_req_ring,
-            check, unchecked: as for :func:`plan_compress_prefill`.
+        req_pool_indices, req_to_token, full_to_state, seq_lens: as for :func:`plan_compress_prefill`.
+        compress_ratio, swa_page_size, ring_size, use_req_ring, check, unchecked: as there.
 
     Returns:
         uint8 ``[B, 16]`` on D. Unchecked ``seq`` outside 1 .. 2**31 - 1 has location and pages -1.

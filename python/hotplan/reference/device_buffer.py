@@ -26,6 +26,7 @@ Worked values. H 4, K 3, locs [9, 7, 3, 5, 11], tokens [1, 4, 2, 5, -1], LRU [0,
 Rules, and decisions where SGLang is silent or wrong. The compiled backends follow them too.
 
 Rows
+
 * Launch rows b >= `num_real_reqs[0]` are padding: their outputs become -1 (several steps: 0) and nothing else
   happens, except that with several steps `miss_count[b]` becomes 0. None means that all rows are real.
 * A request outside the tables: all outputs of the row are -1, its miss_count is 0, nothing else happens.
@@ -34,6 +35,7 @@ Rows
 * bs == 0 or K == 0 writes nothing at all, not even counts.
 
 Which tokens
+
 * n <= H is a short request: slot t holds token t. Column i gets locs[t] if 0 <= t < n and i < n, else -1; blocks
   know no limit for i. Neither state nor L are looked at; miss_count is 0. n <= 0 gives -1 everywhere.
 * n > H: token n - 1 is the newest one and lives in slot H: locs[H], whatever `tokens` says, and never loaded.
@@ -43,6 +45,7 @@ Which tokens
   written.
 
 Rows of the pools
+
 * A pool is contiguous memory of whole items, whatever its dtype and shape. Linear pools have bytes //
   item_size_bytes rows; DeepSeek-V4's have 64 rows per page of 37,440 bytes, item_size_bytes is 584: the value of
   slot s lies at s * 576 (576 bytes), its scale at 36,864 + s * 8 (8 bytes), the last 64 bytes are nobody's.
@@ -54,6 +57,7 @@ Rows of the pools
 * Every byte of an item is copied, whatever its size; `skip_io` does everything but that.
 
 Hits, misses, LRU
+
 * A slot that holds a token that is asked for is a hit. Other tokens are misses in the order in which columns name
   them first; the m-th takes the m-th oldest slot that is no hit. Columns with the same token share its slot and its
   load.
@@ -66,6 +70,7 @@ Hits, misses, LRU
   token that several slots hold is found in the most recently used one; the others are ordinary victims.
 
 Several steps (speculative decoding)
+
 * A row's steps * K columns are one set, in (step, column) order; n is that of the row's step. There is no short
   request, and tokens may sit in any of the H slots.
 * A token t >= n - extra is looked up in the extra slots first: the first of them that names t answers, if it has a
@@ -78,6 +83,7 @@ Several steps (speculative decoding)
   written, and cache_index may be anything at all: SGLang's hash of tokens has no counterpart here.
 
 Other operators
+
 * A planned copy takes rows b < num_real_reqs[0] and entries m < clamp(miss_count[b], 0, capacity), and skips those
   whose source or destination is no row of the pools.
 * A transfer between layers' pools trusts its pointers and indices; it skips negative indices. Two copies with one
@@ -85,6 +91,7 @@ Other operators
 * A translation leaves negative locations as they are; those behind the mapping give -1.
 
 Arguments
+
 * seq_lens and req_pool_indices are int32 or int64, in any mix, for several steps too.
 * num_top_k and hot_buffer_size must say what the shapes say. page_size, block_size and num_blocks are hints, any int
   from 1 on, and change no result.

@@ -13,6 +13,7 @@ Decisions where the operators' public descriptions are silent or can be read in 
 backends follow them too.
 
 Requests and padding
+
 * A launch row belongs to request `request_ids[r]`, or r. It is padding if its state row is negative or >= S,
   if the request is outside `request_state_indices`, or if the request has no row in `hot_block_table` (a
   request that owns no hot rows cannot be resolved). Therefore `hot_block_table` needs R rows only where
@@ -30,6 +31,7 @@ Requests and padding
   ascending order.
 
 Ids
+
 * A token is negative, or reaches outside a table, or names host row g >= host_rows, or g does not fit int32:
   resolved is -1 (exactly -1, whatever the negative token was).
 * A resident row is accepted as given: it is not compared with the number of hot blocks, because resident
@@ -39,6 +41,7 @@ Ids
   column whose slot has no usable page (below) is still counted.
 
 Duplicates within a row (or within a union)
+
 * The first column that names an id owns it: it alone has miss_mask 1 and a place in the swap list; every
   other column gets the same row. Resident columns and -1 columns take no part: an id that is resident in one
   column and not in another is pending on account of the other.
@@ -46,6 +49,7 @@ Duplicates within a row (or within a union)
   columns.
 
 State repair
+
 * Only a row with something pending reads its LRU, so only such a row is repaired; otherwise state stays as it
   is, corrupt or not.
 * Of a slot that occurs several times the most recent occurrence counts. Slots outside [0, H) are dropped.
@@ -56,12 +60,14 @@ State repair
   inspected, ids below 0 or >= host_rows never match.
 
 Hot pages out of range (negative, or >= blocks)
+
 * A hit on such a slot stays a hit for LRU and stats; the column gets -1.
 * A miss that draws such a slot keeps its place in the swap list with device row -1 (gathers skip it), and
   counts as a miss; its columns get -1 and miss_mask 0, and the slot's dgi entry becomes -1, since nothing is
   loaded there.
 
 Union rule (`max_union_rows`)
+
 * A run is a maximal sequence of launch rows that are adjacent, have equal request ids and are not padding;
   each run is one set. Without `request_ids` every row is its own run. Equal ids that are not adjacent are the
   caller's error above.
@@ -76,6 +82,7 @@ Union rule (`max_union_rows`)
   for a run of one.
 
 Copies
+
 * A copy whose host row is >= host_rows fills the destination with zeros; a negative host row or a destination
   outside the hot rows is skipped. Two copies with one destination in one call leave the bytes of either.
 * gather_plan writes attention for every column: -1 for padding rows and negative rows, the formula for any
