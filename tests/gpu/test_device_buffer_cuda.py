@@ -241,6 +241,13 @@ def test_quick_batches(rows: int, kind: str) -> None:
     assert_steps(case, random_steps(case, rows, spread=0.8, padding=0.5, wild=0.02))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_quick_sorted_copies(kind: str) -> None:
+    """A block sorts what it copies by host rows, from 128 copies and 64 blocks on; each row has one block here."""
+    case = sized_case(kind, 132, 140, rows=67, item_bytes=48)
+    assert_steps(case, random_steps(case, 2, short=0.0))
+
+
 PIECES = [(48, 0), (576, 0), (584, 0), (48, 8), (132, 4), (7, 0), (16, 1)]
 """Item bytes and offset of the pools, to be copied 16, 8, 4 and 1 byte at a time."""
 

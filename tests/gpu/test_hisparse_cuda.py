@@ -150,6 +150,18 @@ def test_quick_routes(top_k: int, hot_slots: int) -> None:
     assert_steps(case, random_steps(case, 1, 2, spread=0.5, invalid=0.02), "swap_in")
 
 
+def assert_copies(rows: int, top_k: int) -> None:
+    case = make_case(
+        seed=top_k, top_k=top_k, hot_slots=top_k + 5, block_size=16, rows=rows, host_rows=2 * top_k, row_bytes=48
+    )
+    assert_steps(case, random_steps(case, 1, 2), "swap_in")
+
+
+def test_quick_sorted_copies() -> None:
+    """A block sorts what it copies by host rows."""
+    assert_copies(67, 129)
+
+
 def gather_inputs(seed: int, rows: int = 3, top_k: int = 7) -> dict[str, torch.Tensor]:
     """Host rows up to and past 50, hot rows up to and past 24 and no row twice, hostile counts, masks and states."""
     rng = np.random.default_rng(seed)
@@ -308,6 +320,14 @@ def test_batches(rows: int) -> None:
     )  # fmt: skip
     for operator in ("resolve_residency", "swap_in"):
         assert_steps(case, random_steps(case, rows, 3, spread=0.7), operator, strided=True, graph=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k"), [(67, 127), (67, 128), (63, 128), (64, 128), (64, 255), (64, 256), (33, 300), (70, 2100)]
+)
+def test_copies_around_the_edges_of_sorting(rows: int, top_k: int) -> None:
+    """128 copies of a block and 64 blocks, of which a request has one or two here on a GPU of 132 processors."""
+    assert_copies(rows, top_k)
 
 
 @pytest.mark.parametrize("steps", [2, 4])
