@@ -17,6 +17,13 @@ using hisparse::SetLaunch;
 using hisparse::SetShape;
 using hisparse::Span;
 
+/// Loads of a copy that a lane has under way: what fits its 64 registers, which depends on the architecture.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
+inline constexpr int kLoadBatch = 4;
+#else
+inline constexpr int kLoadBatch = 2;
+#endif
+
 /// What a launch adds to the params.
 struct LoadLaunch {
   uint32_t first_row;  // of this launch
@@ -216,7 +223,7 @@ struct Request {
 
   template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {
-    hisparse::copy_rows<4>(
+    hisparse::copy_rows<kLoadBatch>(
         ItemRows<Copies>{p.items, copies}, count, copied_bytes(p.items), launch.piece_bytes, worker, workers);
   }
 
