@@ -2,7 +2,7 @@
 coordinator runs it, the plugin's hooks under graph capture; and the operators under vLLM's names.
 
 What needs SGLang's kernels and Python runs with HOTPLAN_SGLANG_SOURCES, the directory of an installed or unpacked SGLang.
-Times are printed (`-s`), and with HOTPLAN_RESULTS=DIR written to DIR/sglang.jsonl.
+Times are printed (`-s`), and with HOTPLAN_RESULTS=DIR written to DIR/h200_sglang.jsonl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,9 @@ from ring_model import OnlineModel, RingModel
 from strategies import Geometry, Lengths, build_case, ragged
 
 import hotplan
+import report
 import timing
+from hot_measure import without
 from hotplan import PrefillPlan, hisparse, jit, plans, reference
 from hotplan.integrations import sglang as plugin
 from hotplan.integrations import vllm
@@ -75,15 +77,27 @@ def ask_for_kernels(wheel: sglang_modules.Wheel) -> None:
     )
 
 
-def report(target: str, case: str, **numbers: Any) -> None:
-    """One line for a reader, and one for a file."""
-    text = ", ".join(
-        f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
-    )
-    print(f"\n{target}, {case}: {text}", end="")
-    if os.environ.get("HOTPLAN_RESULTS"):
-        with open(Path(os.environ["HOTPLAN_RESULTS"]) / "sglang.jsonl", "a") as file:
-            file.write(json.dumps({"target": target, "case": case, **numbers}) + "\n")
+RESULTS: list[report.Row] = []
+LOOP, HOOKS = "Inside SGLang's loop, GPU time of a call", "Host time of a call through a hook"
+
+
+def record(section: str, target: str, case: str, ours: timing.Stats, peer: timing.Stats, peer_name: str) -> None:
+    """One line for a reader, and a row of the results."""
+    RESULTS.append(
+        report.make_row(
+            section, target, case, "wall" if section == HOOKS else "graph", ours.as_dict(), peer.as_dict(),
+            peer_name=peer_name, checked="SGLang" if section == LOOP else "reference", columns=["function", "case"],
+        )
+    )  # fmt: skip
+    print(f"\n{target}, {case}: {ours.median:.2f} us, {peer_name} {peer.median:.2f}", end="")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def results() -> Iterator[None]:
+    yield
+    if os.environ.get("HOTPLAN_RESULTS") and RESULTS:
+        path = Path(os.environ["HOTPLAN_RESULTS"]) / "h200_sglang.jsonl"
+        report.write_results(path, RESULTS, report.collect_meta("tests/gpu/test_sglang_cuda.py"))
 
 
 # --------------------------------------------------------------------------------------------- plans in front of kernels
@@ -739,19 +753,22 @@ def test_a_decode_loop_as_the_coordinator_runs_it(name: str, wheel: sglang_modul
 # ----------------------------------------------------------------------------------------------------------------- times
 
 
-def gpu_times(
-    calls: dict[str, Callable[[], object]], resets: dict[str, Callable[[], object]] | None = None
-) -> dict[str, float]:
-    """Microseconds on the GPU for both sides, in a graph of many calls. resets: what puts the state back before every
-    call, whose own time is subtracted."""
-    found: dict[str, float] = {}
+def record_gpu_times(
+    target: str,
+    case: str,
+    calls: dict[str, Callable[[], object]],
+    resets: dict[str, Callable[[], object]] | None = None,
+) -> None:
+    """Times on the GPU for both sides, in a graph of many calls. resets: what puts the state back before every call,
+    whose own time is subtracted."""
+    found: dict[str, timing.Stats] = {}
     for who, call in calls.items():
         if resets is None:
-            stats, taken = timing.graph_time(call), 0.0
+            found[who] = timing.graph_time(call)
         else:
-            stats, taken = timing.graph_time(partial(in_turn, resets[who], call)), timing.graph_time(resets[who]).median
-        found |= {f"{who}_us": round(stats.median - taken, 2), f"{who}_p90_us": round(stats.p90 - taken, 2)}
-    return found | {"ratio": round(found["hotplan_us"] / found["SGLang_us"], 3)}
+            together = timing.graph_time(partial(in_turn, resets[who], call))
+            found[who] = without(together, timing.graph_time(resets[who]).median)
+    record(LOOP, target, case, found["hotplan"], found["SGLang"], "SGLang")
 
 
 def in_turn(*calls: Callable[[], object]) -> None:
@@ -774,8 +791,10 @@ def test_times_inside_the_loop(name: str, wheel: sglang_modules.Wheel) -> None:
         sides[who].tokens[layers] = before[who][0][layers]
         sides[who].lru[layers] = before[who][1][layers]
 
-    def times(layers: slice, call: Callable[[Coordinator], None]) -> dict[str, float]:
-        found = gpu_times(
+    def times(target: str, case: str, layers: slice, call: Callable[[Coordinator], None]) -> None:
+        record_gpu_times(
+            target,
+            f"{name}, batch {BATCH}{case}",
             {who: partial(call, side) for who, side in sides.items()},
             {who: partial(reset, who, layers) for who in sides},
         )
@@ -783,20 +802,19 @@ def test_times_inside_the_loop(name: str, wheel: sglang_modules.Wheel) -> None:
             reset(who, layers)
             call(side)
         sides["hotplan"].assert_equal(sides["SGLang"], "after the timed calls")
-        return found
 
-    swap_in = times(slice(0, 1), lambda side: side.load(0))
+    load = f"load_cache_to_device_buffer_{'dsv4_mla' if loop.batch.layout.paged else 'mla'}"
+    for side in sides.values():
+        side.load(0)
     misses = int(sides["hotplan"].miss_count[:BATCH].sum())
     assert misses > 100
-    case = f"{name}, batch {BATCH}, {misses} misses"
-    report("swap-in with a plan", case, **swap_in)
-    copy = gpu_times({who: partial(side.copy_planned, 1) for who, side in sides.items()})
+    times(load, f", {misses} misses, with a plan", slice(0, 1), lambda side: side.load(0))
+    calls = {who: partial(side.copy_planned, 1) for who, side in sides.items()}
+    record_gpu_times("copy_cache_planned_mla", f"{name}, batch {BATCH}, {misses} misses", calls)
     sides["hotplan"].assert_equal(sides["SGLang"], "after the timed copies")
-    report("planned copy", case, **copy)
     for who in sides:
         reset(who, slice(None))
-    step = times(slice(None), lambda side: side.decode_step(attend=False))
-    report(f"step of {len(SHARED)} layers", f"{name}, batch {BATCH}", **step)
+    times(f"a step of {len(SHARED)} layers", "", slice(None), lambda side: side.decode_step(attend=False))
 
 
 def test_what_sglangs_translation_gives(wheel: sglang_modules.Wheel) -> None:
@@ -815,8 +833,8 @@ def test_what_sglangs_translation_gives(wheel: sglang_modules.Wheel) -> None:
                 theirs, ours = (translate(mapping, locations) for translate in sides.values())
                 assert ours.dtype == theirs.dtype
                 assert torch.equal(ours, theirs)
-    times = gpu_times({who: partial(translate, mapping, dense[:BATCH]) for who, translate in sides.items()})
-    report("translation", f"batch {BATCH}", **times)
+    calls = {who: partial(translate, mapping, dense[:BATCH]) for who, translate in sides.items()}
+    record_gpu_times("translate_padded_hisparse_locations", f"{BATCH} locations", calls)
 
 
 def test_times_of_blocks(wheel: sglang_modules.Wheel) -> None:
@@ -839,14 +857,14 @@ def test_times_of_blocks(wheel: sglang_modules.Wheel) -> None:
         saved = {name: getattr(bench, name).clone() for name in ("device_buffer_tokens", "lru_slots")}
         arguments = bench.arguments(second) | {"num_real_reqs": bench.num_real_reqs, "block_size": THREADS}
         calls[who], resets[who] = partial(bench.operator(operators), **arguments), partial(put_back, bench, saved)
-    times = gpu_times(calls, resets)
+    misses = sum(len(chosen[::4]) for chosen in top_k) * BLOCK_TOKENS
+    case_name = f"2 x {BLOCKS_ITEM} bytes, batch {BATCH}, {misses} misses"
+    record_gpu_times("load_blocks_to_device_buffer_mha", case_name, calls, resets)
     for who, call in calls.items():
         resets[who]()
         call()
     benches["hotplan"].assert_equal(benches["SGLang"], "after the timed calls")
-    misses = int((benches["hotplan"].device_buffer_tokens != saved["device_buffer_tokens"]).sum())
-    assert misses > 100
-    report("swap-in of blocks", f"2 x {BLOCKS_ITEM} bytes, batch {BATCH}, {misses} misses", **times)
+    assert int((benches["hotplan"].device_buffer_tokens != saved["device_buffer_tokens"]).sum()) == misses
 
 
 def put_back(bench: db.Bench, saved: dict[str, torch.Tensor]) -> None:
@@ -882,8 +900,8 @@ def test_times_of_plans(ring: str, function: str, name: str, wheel: sglang_modul
     # SGLang's rows are in the order in which its threads came.
     theirs, ours = ([sorted(map(bytes, rows.cpu().numpy())) for rows in made()[1:3]] for made in calls.values())
     assert ours == theirs
-    target = f"Compressor{kind}Plan.{function}, {ring.partition(',')[0]}"
-    report(target, f"{name}, {extend} tokens each", **gpu_times(calls))
+    ratio = ring.partition(",")[0]
+    record_gpu_times(f"Compressor{kind}Plan.{function}", f"{ratio}, {name}, {extend} tokens each", calls)
 
 
 # ------------------------------------------------------------------------------------------------- processes of their own
@@ -1096,21 +1114,26 @@ def first_calls_under_capture() -> None:
 
 
 def overheads(functions: dict[str, Callable[..., Any]], targets: dict[str, Target]) -> None:
+    """Prints a line for each function, for the process that keeps the results."""
     served = {target: call for family in plugin.FAMILIES for target, call in plugin._served_functions(family).items()}
     for name, target in targets.items():
-        wall = {
-            who: timing.wall_time(partial(call, **target.arguments), sync=torch.cuda.synchronize).median
-            for who, call in (("hotplan", served[name]), ("hook", functions[name]))
-        }
-        report(
-            f"host time of {'.'.join(name.split('.')[-2:])}", "one call",
-            hook_us=round(wall["hook"], 2), without_hook_us=round(wall["hotplan"], 2),
-            overhead_us=round(wall["hook"] - wall["hotplan"], 2),
-        )  # fmt: skip
+        times = [
+            timing.wall_time(partial(call, **target.arguments), sync=torch.cuda.synchronize).as_dict()
+            for call in (functions[name], served[name])
+        ]
+        print(OVERHEAD, json.dumps([".".join(name.split(".")[-2:]), *times]))
+
+
+OVERHEAD = "overhead:"
 
 
 def test_the_first_calls_of_all_hooks_under_graph_capture() -> None:
-    print(run_alone(first_calls_under_capture), end="")
+    for line in run_alone(first_calls_under_capture).splitlines():
+        if line.startswith(OVERHEAD):
+            name, hook, bare = json.loads(line.removeprefix(OVERHEAD))
+            record(HOOKS, name, "one call", timing.Stats(**hook), timing.Stats(**bare), "without the hook")
+        else:
+            print(line)
 
 
 # ------------------------------------------------------------------------------------------------------------------ vLLM
