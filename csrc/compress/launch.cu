@@ -5,8 +5,6 @@
 #include <hotplan/compress/decode.cuh>
 #include <hotplan/compress/prefill.cuh>
 
-#include <atomic>
-
 #include "launch.h"
 
 namespace hotplan::compress {
@@ -28,21 +26,12 @@ struct Device {
   bool has_clusters;
 };
 
-/// Asked for once per device; threads that race for it find the same values.
-Device device_of(int device) {
-  constexpr int kKnown = 64;
-  static std::atomic<uint32_t> known[kKnown];
-  if (device < 0 || device >= kKnown) return {64, false};
-  uint32_t packed = known[device].load(std::memory_order_relaxed);
-  if (packed == 0) {
-    int processors = 0;
-    int major = 0;
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    packed = static_cast<uint32_t>(processors) << 1 | (major >= 9 ? 1 : 0);
-    known[device].store(packed, std::memory_order_relaxed);
-  }
-  return {packed >> 1, (packed & 1) != 0};
+Status device_of(int device, Device& d) {
+  return host::once_per_device(device, d, [device](Device& found) {
+    found.processors = host::device_attribute(cudaDevAttrMultiProcessorCount, device);
+    found.has_clusters = host::device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+    return cudaSuccess;
+  });
 }
 
 /// How a batch is cut into blocks. A block that scans the batch should have many rows to show for it, so there are no
@@ -76,7 +65,10 @@ Status launch_prefill(const PrefillParams& params, const PrefillRange& range, co
   uint32_t rows = 0;
   for (uint32_t o = 0; o < params.num_outputs; ++o) rows = max_of(rows, range.row_end[o] - range.row_begin[o]);
   if (rows == 0) return 0;
-  const PrefillShape shape = prefill_shape(range.batch, rows, params.num_outputs, device_of(queue.device));
+  Device device;
+  const Status status = device_of(queue.device, device);
+  if (status != 0) return status;
+  const PrefillShape shape = prefill_shape(range.batch, rows, params.num_outputs, device);
   LaunchKernel launch(dim3(shape.blocks, params.num_outputs), shape.threads, queue.stream);
   if (shape.cluster > 1) launch.enable_cluster(dim3(shape.cluster));
   // Inline lengths come in the smallest size that holds the batch, or a run of it: one kernel each is enough.

@@ -82,7 +82,7 @@ class Resolver {
           continue;
         }
         if (may_be_extra(p_, length, token)) {
-          found_[q] = extra_row(p_, state.tokens, state.locs, token);
+          found_[q] = extra_row(p_, state.tokens + p_.slots, state.locs + p_.slots, token);
           if (p_.steps == 1 || found_[q] >= 0) continue;
         }
         if (exists(p_, length, token)) index_[q] = set_.want(token, q);

@@ -29,9 +29,7 @@ Status device_of(int device, Device& d) {
 template <bool kSteps>
 SetPlan plan_of(const SwapInParams& p, const Device& d) {
   SetPlan plan = hisparse::plan_set(Request<kSteps>::shape(p), d.shared_bytes);
-  // One kernel for all sets of several steps, and one for large sets of one.
-  const bool in_tile = !kSteps && plan.span == Span::kTile;
-  if (!in_tile && plan.span != Span::kWide) plan.span = Span::kLoop;
+  if (kSteps && plan.span == Span::kTile) plan.span = Span::kLoop;  // one kernel for all sets of several steps
   return plan;
 }
 
@@ -113,9 +111,8 @@ Status run_planned_copy(const PlannedCopyParams& p, Queue queue) {
 Status run_transfer(const TransferParams& p, Queue queue) {
   const DeviceGuard guard(queue.device);
   if (guard.status() != cudaSuccess) return guard.status();
-  // A quarter of the processors fills the bus, with 160 to 173 us for 256 items of 43 layers; all of them took 176 to
-  // 179.
-  constexpr uint32_t kPieces = div_ceil(kPagedItemBytes, 16u);
+  // A quarter of the processors fills the bus: with another loop inside 33 blocks took 160 to 173 us for 256 items of
+  // 43 layers, 66 of them 187 to 193 and 132 of them 176 to 179.
   const uint32_t processors = hisparse::device_attribute(cudaDevAttrMultiProcessorCount, queue.device);
   const uint32_t layers = static_cast<uint32_t>(kMaxInt32) / p.items.divisor;  // of a launch: its items are 31 bits
   TransferParams part = p;
@@ -123,9 +120,9 @@ Status run_transfer(const TransferParams& p, Queue queue) {
     part.src_ptrs = p.src_ptrs + first;
     part.dst_ptrs = p.dst_ptrs + first;
     part.layers = min_of(p.layers - first, layers);
-    const int64_t pieces = int64_t{part.layers} * p.items.divisor * kPieces;
-    const auto blocks =
-        static_cast<uint32_t>(min_of<int64_t>(div_ceil<int64_t>(pieces, kTransferThreads), div_ceil(processors, 4u)));
+    const int64_t rows = int64_t{part.layers} * p.items.divisor;  // a warp each
+    const auto blocks = static_cast<uint32_t>(
+        min_of<int64_t>(div_ceil<int64_t>(rows, kTransferThreads / kWarp), div_ceil(processors, 4u)));
     const Status status = LaunchKernel(blocks, kTransferThreads, queue.stream)(transfer_kernel, part);
     if (status != 0) return status;
   }

@@ -23,7 +23,6 @@ using host::SymbolicSize;
 using host::TensorMatcher;
 using host::ffi::Arguments;
 using host::ffi::Results;
-using host::ffi::Tensor;
 using host::ffi::TensorView;
 
 namespace {

@@ -126,7 +126,7 @@ Status resolve(ResolveParams p, bool copy, char* workspace, Queue queue) {
 
 }  // namespace
 
-bool device_can_read(const char* host, Queue queue) {
+bool device_can_read(const void* host, Queue queue) {
   return host_memory_is_readable(host, queue.device);
 }
 

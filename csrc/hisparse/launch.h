@@ -8,9 +8,10 @@
 namespace hotplan::hisparse {
 
 /// Whether kernels can read host memory at `host` (pinned, or a system where they can read all of it).
-bool device_can_read(const char* host, Queue queue);
+bool device_can_read(const void* host, Queue queue);
 
-/// Device memory that run_resolve or run_swap_in wants for such a call; 0 in all served sizes.
+/// Device memory that run_resolve or run_swap_in wants for such a call: for sets past shared memory, and for lists
+/// where resolution and copies are two launches. 0 in all served sizes on GPUs with clusters.
 int64_t workspace_bytes(const ResolveParams& params, bool copy, Queue queue);
 
 Status run_resolve(const ResolveParams& params, char* workspace, Queue queue);

@@ -2,8 +2,8 @@
 /// \brief The border to tvm-ffi: arguments by name, results, the framework's allocator and the caller's stream.
 ///
 /// Functions are exported in tvm-ffi's packed form and read their arguments one by one. tvm-ffi's typed export unpacks
-/// them with templates, which took 5 of the 8 seconds that g++ needed for fourteen functions, and its errors count
-/// arguments where these name them.
+/// them with templates, which took almost 6 of the 8 seconds that g++ needed for fourteen functions, and its errors
+/// count arguments where these name them.
 #pragma once
 
 #include <sgl_kernel/utils.h>

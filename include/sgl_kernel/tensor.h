@@ -126,11 +126,6 @@ class SymbolicDevice {
     if (bound_) value_ = d;
     return bound_;
   }
-  /// Binds this device to where another one is.
-  void set(DLDevice d) {
-    value_ = d;
-    bound_ = true;
-  }
   DLDevice unwrap() const {
     return value_;
   }

@@ -1,5 +1,5 @@
 /// \file utils.cuh
-/// \brief Kernel launch of the idiom: grid, block, stream, shared memory, cluster and programmatic dependent launch.
+/// \brief Kernel launch of the idiom: grid, block, stream, shared memory and cluster; what is asked once per device.
 ///
 /// Without tvm-ffi: nvcc parses its headers twice, which takes longer than all of our kernels. Hence a stream instead
 /// of a DLDevice, and a cudaError_t instead of an exception.
@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 
 namespace host {
@@ -19,25 +20,16 @@ class LaunchKernel {
     config_.blockDim = block;
     config_.stream = stream;
     config_.dynamicSmemBytes = shared_bytes;
-    config_.attrs = attributes_;
+    config_.attrs = &attribute_;
   }
   LaunchKernel(const LaunchKernel&) = delete;
 
-  /// The kernel may start before its predecessor on the stream has ended; it must call griddepcontrol.wait itself.
-  LaunchKernel& enable_pdl(bool enabled = true) {
-    if (!enabled) return *this;
-    auto& attribute = attributes_[config_.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    return *this;
-  }
-
   LaunchKernel& enable_cluster(dim3 cluster) {
-    auto& attribute = attributes_[config_.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster.x;
-    attribute.val.clusterDim.y = cluster.y;
-    attribute.val.clusterDim.z = cluster.z;
+    config_.numAttrs = 1;
+    attribute_.id = cudaLaunchAttributeClusterDimension;
+    attribute_.val.clusterDim.x = cluster.x;
+    attribute_.val.clusterDim.y = cluster.y;
+    attribute_.val.clusterDim.z = cluster.z;
     return *this;
   }
 
@@ -48,7 +40,7 @@ class LaunchKernel {
 
  private:
   cudaLaunchConfig_t config_{};
-  cudaLaunchAttribute attributes_[2];
+  cudaLaunchAttribute attribute_{};
 };
 
 /// Makes `device` current for the scope, and restores what was.
@@ -74,5 +66,31 @@ class DeviceGuard {
   bool changed_ = false;
   cudaError_t status_;
 };
+
+inline uint32_t device_attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, which, device);
+  return static_cast<uint32_t>(value);
+}
+
+/// What inspect(T&) finds about a device, asked for once: one T for each type of `inspect`, so a lambda. Threads that
+/// race for the first look find the same; a failure is not kept.
+template <typename T, typename Inspect>
+cudaError_t once_per_device(int device, T& found, Inspect&& inspect) {
+  static constexpr int kDevices = 64;
+  static T known[kDevices];
+  static bool ready[kDevices];
+  if (device < 0 || device >= kDevices) return inspect(found);
+  if (!__atomic_load_n(&ready[device], __ATOMIC_ACQUIRE)) {
+    const cudaError_t status = inspect(found);
+    if (status == cudaSuccess && !__atomic_load_n(&ready[device], __ATOMIC_ACQUIRE)) {
+      known[device] = found;
+      __atomic_store_n(&ready[device], true, __ATOMIC_RELEASE);
+    }
+    return status;
+  }
+  found = known[device];
+  return cudaSuccess;
+}
 
 }  // namespace host

@@ -11,18 +11,17 @@
 #pragma once
 
 #include <hotplan/compress/lengths.cuh>
+#include <hotplan/warp.cuh>
 
 namespace hotplan::compress {
 
-inline constexpr uint32_t kWarp = 32;
 inline constexpr uint32_t kMaxThreads = 1024;
-inline constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
 /// A batch larger than a block is scanned by buckets of up to 16 requests, and a row walks its bucket.
 inline constexpr uint32_t kMaxBuckets = 4096;
 
 /// Where bucket b lies in shared memory. A thread scans up to 4 neighbours; one unused place behind every 4 spreads the
-/// threads of a warp over the banks, which took 3 of 10 us for 4096 requests.
+/// threads of a warp over the banks, which took 0.9 of 10.4 us for 4096 requests.
 __device__ __forceinline__ uint32_t padded(uint32_t b) {
   return b + b / 4;
 }
@@ -101,18 +100,6 @@ __device__ __forceinline__ void for_rows(const PrefillRange& range, uint32_t& ro
   for (uint32_t row = begin + (warp * gridDim.x + blockIdx.x) * kWarp; row < row_end; row += stride) body(row + lane);
 }
 
-/// The last of `count` ascending starts that is not behind `row`; `start_row(i)` is the i-th.
-template <typename StartRow>
-__device__ __forceinline__ uint32_t find_owner(uint32_t count, uint32_t row, StartRow&& start_row) {
-  uint32_t low = 0;
-  for (uint32_t size = count; size > 1;) {
-    const uint32_t half = size / 2;
-    low += start_row(low + half) <= row ? half : 0;
-    size -= half;
-  }
-  return low;
-}
-
 /// Batches of at most a warp: every warp scans for itself and finds owners by shuffles, without shared memory or
 /// barriers.
 template <typename Source>
@@ -140,7 +127,7 @@ __global__ void __launch_bounds__(256) prefill_small_kernel(
       return;
     }
     const uint32_t owner =
-        find_owner(range.batch, row, [&](uint32_t k) { return __shfl_sync(kFullMask, start.rows, k); });
+        last_not_behind(range.batch, row, [&](uint32_t k) { return __shfl_sync(kFullMask, start.rows, k); });
     const Tokens t{
         __shfl_sync(kFullMask, tokens.prefix, owner), __shfl_sync(kFullMask, tokens.begin, owner),
         __shfl_sync(kFullMask, tokens.end, owner), __shfl_sync(kFullMask, tokens.write_begin, owner),
@@ -275,7 +262,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) prefill_medium_kernel(
   for_rows(range, row_end, [&](uint32_t row) {
     if (row >= row_end) return;
     if (row >= before.rows + sum.rows) return store_invalid(out, row);
-    const uint32_t i = find_owner(range.batch, row, [&](uint32_t k) { return start[k].rows; });
+    const uint32_t i = last_not_behind(range.batch, row, [&](uint32_t k) { return start[k].rows; });
     view.store(row, tokens[i], rid[i], i, start[i]);
   });
 }
@@ -312,7 +299,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) prefill_large_kernel(
   for_rows(range, row_end, [&](uint32_t row) {
     if (row >= row_end) return;
     if (row >= before.rows + sum.rows) return store_invalid(out, row);
-    const uint32_t b = find_owner(buckets, row, [&](uint32_t k) { return bucket[padded(k)].rows; });
+    const uint32_t b = last_not_behind(buckets, row, [&](uint32_t k) { return bucket[padded(k)].rows; });
     uint32_t i = b << size_log2;
     Extent at = bucket[padded(b)];
     Tokens tokens;

@@ -29,7 +29,7 @@ struct PlannedCopies {
 };
 
 /// A grid of few blocks, which run beside a layer's compute on a side stream. With a look-up for every piece instead of
-/// every item 8 x 200 items of 576 bytes took 33.9 us instead of 24.8.
+/// every item 8 x 200 items of 576 bytes took 33.9 us instead of 29.3.
 __global__ void __launch_bounds__(kPlannedThreads, 1)
     copy_planned_kernel(const __grid_constant__ PlannedCopyParams p, uint32_t segment_rows, uint32_t piece_bytes) {
   __shared__ PlannedCopies::Rows segment;
@@ -67,7 +67,8 @@ struct LayeredItems {
 };
 
 /// All blocks are in the same layer or two at a time: a pool in host memory is larger than what the GPU's address
-/// translation holds, and with a row of blocks for every layer 256 items of 43 layers took 255 us instead of 162.
+/// translation holds. 256 items of 43 layers took 268 us with a row of blocks for every layer, and take 146 now
+/// (benchmark/NOTES.md).
 __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(const __grid_constant__ TransferParams p) {
   constexpr uint32_t kWarps = kTransferThreads / kWarp;
   bool narrow = false;

@@ -7,7 +7,6 @@
 
 namespace hotplan::device_buffer {
 
-using hisparse::kWarp;
 using hisparse::Piece;
 
 struct ItemCopy {
@@ -37,8 +36,7 @@ struct ItemRow {
 /// What that lane of the warp has.
 __device__ __forceinline__ ItemRow of_lane(const ItemRow& row, uint32_t lane) {
   return {
-      hisparse::shuffle(row.from, lane), hisparse::shuffle(row.to, lane),
-      __shfl_sync(hisparse::kFullMask, row.page_slots, lane)};
+      hisparse::shuffle(row.from, lane), hisparse::shuffle(row.to, lane), __shfl_sync(kFullMask, row.page_slots, lane)};
 }
 
 /// Items that a list names: list.at(n) is an ItemCopy.

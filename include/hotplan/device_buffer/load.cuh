@@ -145,7 +145,7 @@ struct Request {
       const int64_t n = length_of(step_of(q + j));
       int32_t where = -1;
       if constexpr (kSteps) {
-        if (may_be_extra(p, n, token[j])) where = extra_row(token[j]);
+        if (may_be_extra(p, n, token[j])) where = extra_row(p, last_tokens, row_of + p.slots, token[j]);
         if (where < 0 && exists(p, n, token[j])) id[j] = token[j];
       } else if (may_be_extra(p, n, token[j])) {
         where = row_of_slot(p.slots);
@@ -155,13 +155,6 @@ struct Request {
       if (id[j] < 0 && writes) write_column(q + j, where, false);
     }
     return 0;
-  }
-
-  __device__ __forceinline__ int32_t extra_row(int32_t token) const {
-    for (uint32_t i = 0; i < p.extra; ++i) {
-      if (last_tokens[i] == token) return device_row(p.items, row_of[p.slots + i]);
-    }
-    return -1;
   }
 
   __device__ __forceinline__ void count_valid(uint32_t) const {}

@@ -63,10 +63,10 @@ HOTPLAN_HD bool may_be_extra(const SwapInParams& p, int64_t length, int32_t toke
   return p.steps == 1 ? int64_t{token} + 1 == length : token >= 0 && token < length && token >= length - p.extra;
 }
 
-/// The row that an extra slot has for such a token, or -1. `tokens` and `locs` are the request's.
+/// The row that an extra slot has for such a token, or -1. `tokens` and `locs` are those of the request's extra slots.
 HOTPLAN_HD int32_t extra_row(const SwapInParams& p, const int32_t* tokens, const int32_t* locs, int32_t token) {
-  if (p.steps == 1) return device_row(p.items, locs[p.slots]);
-  for (uint32_t i = p.slots; i < p.slots + p.extra; ++i) {
+  if (p.steps == 1) return device_row(p.items, locs[0]);
+  for (uint32_t i = 0; i < p.extra; ++i) {
     if (tokens[i] == token) return device_row(p.items, locs[i]);
   }
   return -1;

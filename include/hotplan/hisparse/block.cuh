@@ -4,11 +4,9 @@
 
 #include <hotplan/hisparse/ptx.cuh>
 #include <hotplan/platform.h>
+#include <hotplan/warp.cuh>
 
 namespace hotplan::hisparse {
-
-inline constexpr uint32_t kWarp = 32;
-inline constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
 /// What that lane of the warp has.
 template <typename T>

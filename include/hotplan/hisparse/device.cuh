@@ -2,7 +2,7 @@
 /// \brief What a launch of a resolution must know of the device, on the host's side.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <sgl_kernel/utils.cuh>
 
 #include <hotplan/hisparse/layout.h>
 
@@ -23,11 +23,7 @@ inline constexpr uint32_t kEnoughProcessors = 16;
 /// Blocks of one launch of the wide route: each has a workspace.
 inline constexpr uint32_t kWideBlocks = 256;
 
-inline uint32_t device_attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, which, device);
-  return static_cast<uint32_t>(value);
-}
+using host::device_attribute;
 
 /// Reads what the device can do, and lets the kernels use all its shared memory. The device is current.
 template <typename Kernel, typename... Others>
@@ -66,25 +62,10 @@ cudaError_t inspect_device(int device, Device& d, Kernel kernel, Others... other
   return cudaSuccess;
 }
 
-/// inspect_device once per device; always with the same kernels in a module. Threads that race for the first look find
-/// the same.
+/// inspect_device once per device; always with the same kernels in a module.
 template <typename... Kernels>
 cudaError_t look_up_device(int device, Device& d, Kernels... kernels) {
-  static constexpr int kDevices = 64;
-  static Device known[kDevices];
-  static bool ready[kDevices];
-  if (device < 0 || device >= kDevices) return inspect_device(device, d, kernels...);
-  if (!__atomic_load_n(&ready[device], __ATOMIC_ACQUIRE)) {
-    const cudaError_t status = inspect_device(device, d, kernels...);
-    if (status != cudaSuccess) return status;
-    if (!__atomic_load_n(&ready[device], __ATOMIC_ACQUIRE)) {
-      known[device] = d;
-      __atomic_store_n(&ready[device], true, __ATOMIC_RELEASE);
-    }
-    return cudaSuccess;
-  }
-  d = known[device];
-  return cudaSuccess;
+  return host::once_per_device(device, d, [&](Device& found) { return inspect_device(device, found, kernels...); });
 }
 
 /// log2 of the blocks that each of `sets` sets can have. All clusters must be active at once: 32 clusters of four

@@ -40,11 +40,11 @@ struct SetShape {
 struct SetLayout {
   uint32_t table_size = 0;  // entries of the hash table
   uint32_t ids = 0;         // int32 [Q]: the id of an owner, -1, or -2 - owner for another column with its id
-  uint32_t slot_of = 0;     // Index [Q]
+  uint32_t slot_of = 0;     // Index [Q]; at last the block's copies, sorted
   uint32_t order = 0;       // uint16 [H]
   uint32_t new_order = 0;   // uint16 [H]; in a repair the inverse of the order
   uint32_t flags = 0;       // uint8 [H], by slot
-  uint32_t totals = 0;
+  uint32_t totals = 0;      // WarpTotals, then the flag has_duplicates; at last what sort_copies counts
   uint32_t own = 0;
   uint32_t keys = 0;     // int32 [table_size]
   uint32_t columns = 0;  // Index [table_size]

@@ -2,13 +2,13 @@
 /// \brief The resolution of one set of columns against one LRU row, by a block or by all blocks of a cluster alike.
 ///
 /// 1. Everything that is needed from global memory is asked for at once: what columns ask for, the LRU by position,
-/// what
-///    slots hold by slot. Meanwhile the tables are cleared.
+///    what slots hold by slot. Meanwhile the tables are cleared.
 /// 2. Columns become ids and go into a hash table; the LRU marks the slots that it names.
 /// 3. Slots look their ids up: hits, by slot and by column. A slot without a mark betrays a corrupt LRU.
 /// 4. One scan numbers the hits along the LRU and the misses along the columns, and everything has its place: the m-th
 ///    miss takes the m-th victim, the new LRU is a stable partition of the old one.
-/// 5. Outputs are written, and the rows copied where that is asked for.
+/// 5. Outputs are written, and the rows copied where that is asked for, in the order of the host's memory where there
+///    are many.
 /// State that is corrupt shows in marks and counts that do not match; it is repaired then and step 4 done again.
 ///
 /// Blocks of a cluster share the work of step 5 alone. They exchange nothing; a barrier keeps each from writing state

@@ -39,13 +39,7 @@ struct Segment {
 
   /// The last row whose list does not begin behind n.
   __device__ __forceinline__ uint32_t row_of(uint32_t n, uint32_t rows) const {
-    uint32_t low = 0;
-    for (uint32_t size = rows; size > 1;) {
-      const uint32_t half = size / 2;
-      low += start[low + half] <= n ? half : 0;
-      size -= half;
-    }
-    return low;
+    return last_not_behind(rows, n, [&](uint32_t row) { return start[row]; });
   }
 };
 
