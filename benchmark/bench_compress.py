@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import hotplan.reference
 import peers
 import report
 import timing
-from common_options import chosen_sections, parser_for
+from common_options import chosen_sections, parser_for, peer_root, ready_device
 
 PAGE = 256  # SWA page of the server
 RATIOS = (4, 128)
@@ -717,32 +716,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def find_peer(options: argparse.Namespace) -> peers.SGLangCompress | None:
     """SGLang's kernels, built now or found built; None where they are not wanted or not to be had."""
-    if options.no_peer or options.device == "cpu":
-        return None
-    root = peers.sglang_root(options.sglang)
+    root = peer_root(options)
     if root is None:
-        print(
-            "no SGLang found (pip install --no-deps sglang, or --sglang PATH): no peer column",
-            file=sys.stderr,
-        )
         return None
     build = peers.build_peer_compress(root)
-    how = "found built" if build.cached else f"built in {build.seconds:.1f} s"
-    print(f"SGLang {peers.sglang_version(root)}, {how}", file=sys.stderr)
     options.peer_version = f"SGLang {peers.sglang_version(root)}"
+    print(f"{options.peer_version}, {build.how}", file=sys.stderr)
     return peers.SGLangCompress(build)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections, print the tables, write the results. Returns 1 if a result of ours was wrong."""
     options = parse(arguments)
-    os.environ.pop("HOTPLAN_CHECK", None)  # the checked mode synchronises; it is not what is measured
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; --device cpu times the CPU backend instead", file=sys.stderr)
+    device = ready_device(options)
+    if device is None:
         return 2
-    device = torch.device("cuda", options.device_index) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     begin = time.perf_counter()
     peer = find_peer(options)
     bench = Bench(device, peer, quick=options.quick)
@@ -759,17 +747,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quick=options.quick,
         seconds=round(seconds, 1),
     )
-    if options.out:
-        report.write_results(options.out, bench.rows, meta)
-    report.print_tables(bench.rows)
-    print(report.describe_meta(meta))
-    wrong = [row for row in bench.rows if report.is_wrong(row)]
-    for row in wrong:
-        print(
-            f"{row['section']}: {row['case']}, {row['plans']}, {row['metric']}: {row['checked']}",
-            file=sys.stderr,
-        )
-    return 1 if wrong else 0
+    return report.publish(bench.rows, meta, options.out)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from hot_inputs import (
     rows_of,
     shuffled,
 )
-from hot_measure import Call, Measurements, PeerInBackground, Timed
+from hot_measure import REFERENCE_REQUESTS, Call, Measurements, PeerInBackground, Timed
 from hotplan import hisparse
 from hotplan.reference import device_buffer as reference
 
@@ -46,7 +46,6 @@ COLUMNS = ("requests, misses", "bytes of an item")
 TRANSFER_COLUMNS = ("items of a layer", "direction")
 TRANSLATE_COLUMNS = ("locations", "dtype")
 HOST_COLUMNS = ("operator", "bytes of an item")
-REFERENCE_REQUESTS = 8  # up to so many requests the plain-Python reference checks, above it the CPU backend
 
 BATCHES, PERCENTS = (1, 8, 32, 128), (0, 2, 10, 50, 100)
 FP8, PAGED = Layout(576), Layout(584, paged=True)

@@ -39,7 +39,7 @@ from hot_inputs import (
     rows_of,
     shuffled,
 )
-from hot_measure import FAULTS, Call, Measurements, PeerInBackground, Timed
+from hot_measure import FAULTS, REFERENCE_REQUESTS, Call, Measurements, PeerInBackground, Timed
 from hotplan import hisparse
 from hotplan.reference import hisparse as reference
 
@@ -47,7 +47,6 @@ ROW_BYTES = (576, 656, 1152)
 # Distinct multiples of 4096 below the end of a pool that nothing is copied from.
 CLUSTER = 4096
 CLUSTER_IDS = 8192
-REFERENCE_REQUESTS = 8  # up to so many requests the plain-Python reference checks, above it the CPU backend
 # The goals hold for 576-byte rows and a link that gathers them at this rate.
 GOAL_ROW_BYTES, GOAL_RATE = 576, 48.7
 

@@ -175,11 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compilers=compilers,
         source_bytes=sum(p.stat().st_size for d in ("csrc", "include") for p in (source_root() / d).rglob("*.*")),
     )
-    if options.out:
-        report.write_results(options.out, rows, meta)
-    report.print_tables(rows)
-    print(report.describe_meta(meta))
-    return 0
+    return report.publish(rows, meta, options.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""The options that the benchmarks share."""
+"""The options that the benchmarks share, and what they say about the device and the peer."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
 
 import peers
 
@@ -38,3 +43,26 @@ def chosen_sections(parser: argparse.ArgumentParser, text: str, known: Iterable[
     if unknown:
         parser.error(f"--sections: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     return chosen
+
+
+def ready_device(options: argparse.Namespace) -> torch.device | None:
+    """The device to measure on, made the current one; None, with a message, where there is no such GPU."""
+    os.environ.pop("HOTPLAN_CHECK", None)  # the checked mode synchronises; it is not what is measured
+    if options.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        print("no CUDA device; --device cpu times the CPU backend instead", file=sys.stderr)
+        return None
+    device = torch.device("cuda", options.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def peer_root(options: argparse.Namespace) -> Path | None:
+    """Where SGLang is, or None where its kernels are not wanted or, with a message, not to be had."""
+    if options.no_peer or options.device == "cpu":
+        return None
+    root = peers.sglang_root(options.sglang)
+    if root is None:
+        print("no SGLang found (pip install --no-deps sglang, or --sglang PATH): no peer column", file=sys.stderr)
+    return root

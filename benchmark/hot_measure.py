@@ -4,7 +4,6 @@ peer beside ours, and the program around them."""
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 import time
@@ -17,11 +16,13 @@ import torch
 import peers
 import report
 import timing
+from common_options import peer_root, ready_device
 from hot_inputs import GIB, Pool, State
 from hotplan import jit
 
 Call = Callable[[], Any]
 FAULTS = (AssertionError, RuntimeError, ValueError, TypeError)
+REFERENCE_REQUESTS = 8  # up to so many requests the plain-Python reference checks, above it the CPU backend
 
 
 @dataclass
@@ -206,11 +207,8 @@ class PeerInBackground:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self.version: str | None = None
-        if options.no_peer or options.device == "cpu":
-            return
-        self._root = peers.sglang_root(options.sglang)
+        self._root = peer_root(options)
         if self._root is None:
-            print("no SGLang found (pip install --no-deps sglang, or --sglang PATH): no peer column", file=sys.stderr)
             return
         self.version = f"SGLang {peers.sglang_version(self._root, *headers)}"
 
@@ -229,8 +227,7 @@ class PeerInBackground:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        how = "found built" if self._build.cached else f"built in {self._build.seconds:.1f} s"
-        print(f"{self.version}, {how}", file=sys.stderr)
+        print(f"{self.version}, {self._build.how}", file=sys.stderr)
         return self._wrap(self._build, self._root)
 
 
@@ -246,14 +243,10 @@ def run(
 ) -> int:
     """Run the sections, print the tables, write the results. Returns 1 if a result of ours was wrong, 2 without a
     GPU. ``meta`` says what goes into the results' meta record beside what all have."""
-    os.environ.pop("HOTPLAN_CHECK", None)  # the checked mode synchronises; it is not what is measured
-    gpu = options.device == "cuda"
-    if gpu and not torch.cuda.is_available():
-        print("no CUDA device; --device cpu times the CPU backend instead", file=sys.stderr)
+    device = ready_device(options)
+    if device is None:
         return 2
-    device = torch.device("cuda", options.device_index) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    gpu = device.type == "cuda"
     begin = time.perf_counter()
     # Ours first: the peer's build changes the environment that compilers are found by.
     for backend in ("cpu", "cuda") if gpu else ("cpu",):
@@ -285,12 +278,6 @@ def run(
         seconds=round(seconds, 1),
         **meta(made),
     )
-    if options.out:
-        report.write_results(options.out, made.rows, record)
-    report.print_tables(made.rows)
-    print(report.describe_meta(record))
+    status = report.publish(made.rows, record, options.out)
     print(f"{seconds:.1f} s, {started:.1f} s of them for compilers and the pool")
-    wrong = [row for row in made.rows if report.is_wrong(row)]
-    for row in wrong:
-        print(f"{row['section']}: {row['case']}, {row['plans']}, {row['metric']}: {row['checked']}", file=sys.stderr)
-    return 1 if wrong else 0
+    return status

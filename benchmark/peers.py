@@ -180,7 +180,10 @@ class PeerBuild:
     seconds: float  # 0.0 when a finished library was found
     cached: bool
     arch: str
-    cuda_home: Path
+
+    @property
+    def how(self) -> str:
+        return "found built" if self.cached else f"built in {self.seconds:.1f} s"
 
     def load(self) -> Any:
         """The tvm_ffi module with the exported functions."""
@@ -278,7 +281,7 @@ def _build(
     directory = Path(build_directory).resolve()
     library = directory / f"{name}.so"
     if library.is_file():
-        return PeerBuild(library, 0.0, True, arch, Path(cuda.home))
+        return PeerBuild(library, 0.0, True, arch)
 
     sources = directory / "src"
     sources.mkdir(parents=True, exist_ok=True)
@@ -299,7 +302,7 @@ def _build(
             extra_include_paths=[str(jit / "include"), str(jit / "csrc"), cuda.include],
             build_directory=str(directory),
         )
-    return PeerBuild(Path(built), time.perf_counter() - begin, False, arch, Path(cuda.home))
+    return PeerBuild(Path(built), time.perf_counter() - begin, False, arch)
 
 
 class SGLangCompress:

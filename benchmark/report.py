@@ -225,6 +225,21 @@ def print_tables(rows: Iterable[Mapping[str, Any]]) -> None:
         console.print(table)
 
 
+def publish(rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], out: str | os.PathLike[str] | None) -> int:
+    """The end of a run: the results to `out`, if that is given, the tables and what was wrong to the terminal.
+
+    Returns the exit status, 1 if a result of ours was wrong.
+    """
+    if out:
+        write_results(out, rows, meta)
+    print_tables(rows)
+    print(describe_meta(meta))
+    wrong = [row for row in rows if is_wrong(row)]
+    for row in wrong:
+        print(f"{row['section']}: {row['case']}, {row['plans']}, {row['metric']}: {row['checked']}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
 def markdown(meta: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
     """A run as markdown: one paragraph of where it was made, then a table per section."""
     lines = [describe_meta(meta), ""]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+Kind = TypeVar("Kind")
 
 GUARD = 128
 """Bytes before and behind a tensor; a multiple of all alignments that operators ask for."""
@@ -64,16 +66,16 @@ class Leaf:
         return f"<{' '.join(shown)}>"
 
 
-def leaves(value: Any) -> Iterator[Leaf]:
-    """All leaves in a tree of tuples, lists and dictionaries."""
-    if isinstance(value, Leaf):
+def leaves(value: Any, kind: type[Kind] = Leaf) -> Iterator[Kind]:
+    """All leaves, or things of another kind, in a tree of tuples, lists and dictionaries."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from leaves(item)
+            yield from leaves(item, kind)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from leaves(item)
+            yield from leaves(item, kind)
 
 
 def rebuilt(value: Any, of: Callable[[Leaf], Any]) -> Any:

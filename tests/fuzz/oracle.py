@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from fuzz.calls import Call
-from fuzz.memory import TIGHT, Arena, bytes_of
+from fuzz.memory import TIGHT, Arena, bytes_of, leaves
 
 REFUSALS = (TypeError, ValueError)
 # A result that was asked for and that no memory holds.
@@ -99,20 +99,9 @@ def check_memory(outcome: Outcome) -> None:
         raise Finding(f"{what} {leaf!r} at byte {offset} of its tensor")
 
 
-def results(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from results(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from results(item)
-
-
 def check_same(one: Outcome, two: Outcome, what: str) -> None:
     """Both returned the same, and left the same bytes everywhere."""
-    mine, its = list(results(one.result)), list(results(two.result))
+    mine, its = (list(leaves(outcome.result, torch.Tensor)) for outcome in (one, two))
     _expect(len(mine) == len(its), f"{len(mine)} results, {what} {len(its)}")
     for number, (a, b) in enumerate(zip(mine, its, strict=True)):
         kinds = [f"{t.dtype} {list(t.shape)}" for t in (a, b)]

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import peers
@@ -255,8 +257,11 @@ def _file(name: str, path: Path) -> ModuleType:
     return made
 
 
-def wheel_at(path: str) -> Wheel:
-    """That of a directory as HOTPLAN_SGLANG_SOURCES names it."""
+def sources() -> Path:
+    """The directory that HOTPLAN_SGLANG_SOURCES names; a test without one is skipped."""
+    path = os.environ.get("HOTPLAN_SGLANG_SOURCES")
+    if not path:
+        pytest.skip("HOTPLAN_SGLANG_SOURCES names no SGLang")
     root = peers.sglang_root(path)
     assert root is not None
-    return Wheel(root)
+    return root

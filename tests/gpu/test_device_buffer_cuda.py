@@ -6,7 +6,6 @@ directory of an installed or unpacked SGLang, its own kernels run beside ours.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from device_buffer_cases import (
 )
 from graphs import seconds_of
 from hypothesis import HealthCheck, given, settings
+from sglang_modules import sources
 from threads import run_in_threads
 
 import peers
@@ -912,11 +912,7 @@ def peer_units() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def sglang() -> peers.SGLangDeviceBuffer:
     """Its own wrappers, for the kernels above."""
-    path = os.environ.get("HOTPLAN_SGLANG_SOURCES")
-    if not path:
-        pytest.skip("HOTPLAN_SGLANG_SOURCES names no SGLang")
-    root = peers.sglang_root(path)
-    assert root is not None
+    root = sources()
     build = peers._build(root, "hotplan_test_device_buffer", peer_units(), peers.HISPARSE_HEADER, None, None)
     return peers.SGLangDeviceBuffer(build, root)
 

@@ -48,10 +48,7 @@ SPARE_ROWS = 5
 
 @pytest.fixture(scope="module")
 def wheel() -> sglang_modules.Wheel:
-    path = os.environ.get("HOTPLAN_SGLANG_SOURCES")
-    if not path:
-        pytest.skip("HOTPLAN_SGLANG_SOURCES names no SGLang")
-    wheel = sglang_modules.wheel_at(path)
+    wheel = sglang_modules.Wheel(sglang_modules.sources())
     ask_for_kernels(wheel)
     wheel.kernels.build()
     return wheel

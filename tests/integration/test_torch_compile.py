@@ -12,6 +12,7 @@ import hisparse_cases as hs
 import numpy as np
 import pytest
 import torch
+from strategies import FUNCTIONS as COMPRESS
 from strategies import Geometry, build_case, ragged
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,16 +21,6 @@ from hotplan import PrefillPlan, hisparse
 from hotplan.integrations import torch_library
 
 BACKENDS = ["eager", "aot_eager"]
-COMPRESS = {
-    "prefill": "plan_compress_prefill",
-    "decode": "plan_compress_decode",
-    "prefill_legacy": "plan_compress_prefill_legacy",
-    "decode_legacy": "plan_compress_decode_legacy",
-    "online_prefill": "plan_online_prefill",
-    "online_decode": "plan_online_decode",
-    "step_prefill": "plan_step_prefill",
-    "step_decode": "plan_step_decode",
-}
 HISPARSE = [name for name in hisparse.__all__ if inspect.isfunction(getattr(hisparse, name))]
 
 

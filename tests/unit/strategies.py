@@ -316,6 +316,18 @@ def hostile_requests(seed: int, batch: int, num_reqs: int) -> list[int]:
 
 # ---------------------------------------------------------------------------------------------------- cases
 
+FUNCTIONS = {
+    "prefill": "plan_compress_prefill",
+    "decode": "plan_compress_decode",
+    "prefill_legacy": "plan_compress_prefill_legacy",
+    "decode_legacy": "plan_compress_decode_legacy",
+    "online_prefill": "plan_online_prefill",
+    "online_decode": "plan_online_decode",
+    "step_prefill": "plan_step_prefill",
+    "step_decode": "plan_step_decode",
+}
+"""Methods of a case, and the function of `hotplan` and of the reference that each calls."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -25,26 +25,27 @@ import timing
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 
 
+def program(name: str, *arguments: str) -> str:
+    """What a benchmark's program prints, as users run it."""
+    command = [sys.executable, str(BENCHMARK / f"{name}.py"), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def run_on_cpu(name: str, out: Path, *arguments: str) -> list[dict]:
+    """The records of a quick run without a GPU."""
+    program(name, "--device=cpu", "--quick", f"--out={out}", *arguments)
+    text = out.read_text()
+    assert str(out.parent) not in text, "a machine's paths do not belong into saved results"
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
     out = tmp_path / "run.jsonl"
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(BENCHMARK / "bench_compress.py"),
-            "--device=cpu",
-            "--quick",
-            "--sections=prefill-graph,prefill-wall,decode",
-            f"--out={out}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    meta, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    meta, *rows = run_on_cpu("bench_compress", out, "--sections=prefill-graph,prefill-wall,decode")
     assert (meta["kind"], meta["benchmark"], meta["peer"]) == ("meta", "bench_compress", None)
     assert meta["versions"]["torch"] == torch.__version__
-    assert str(tmp_path) not in out.read_text(), "a machine's paths do not belong into saved results"
     by_key = {(r["case"], r["plans"], r["metric"]): r for r in rows if "CPU" in r["section"]}
     assert set(by_key) == {("1 x 8192", plans, "wall") for plans in ("c4", "c128", "c4 + c128")}
     for row in rows:
@@ -55,12 +56,9 @@ def test_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
             assert (row["ours"], row["checked"]) == (None, None)
     assert any("Decode" in row["section"] for row in rows)
 
-    shown = subprocess.run(
-        [sys.executable, str(BENCHMARK / "report.py"), str(out)], capture_output=True, text=True, timeout=60
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "### Prefill plans, lengths on the CPU" in shown.stdout
-    line = next(line for line in shown.stdout.splitlines() if line.startswith("| 1 x 8192 | c4 + c128 | - |"))
+    shown = program("report", str(out))
+    assert "### Prefill plans, lengths on the CPU" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("| 1 x 8192 | c4 + c128 | - |"))
     assert line.endswith("| reference |")
 
 
@@ -180,12 +178,8 @@ def test_peer_rows_are_compared_in_any_order_but_all_of_them():
 
 def test_hisparse_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
     out = tmp_path / "run.jsonl"
-    command = [sys.executable, str(BENCHMARK / "bench_hisparse.py"), "--device=cpu", "--quick", f"--out={out}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    meta, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    meta, *rows = run_on_cpu("bench_hisparse", out)
     assert (meta["benchmark"], meta["peer"], meta["top_k"]) == ("bench_hisparse", None, 2048)
-    assert str(tmp_path) not in out.read_text(), "a machine's paths do not belong into saved results"
     by_key = {(r["case"], r["plans"], r["metric"]): r for r in rows if r["section"].startswith("576-byte rows")}
     metrics = ("swap_in", "resolve", "resolve + gather_compact", "bytes at the ceiling")
     assert set(by_key) == {
@@ -205,12 +199,9 @@ def test_hisparse_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
     clustered = [r for r in rows if r["plans"] == "multiples of 4096"]
     assert [r["checked"] for r in clustered] == ["reference", "reference"]
 
-    shown = subprocess.run(
-        [sys.executable, str(BENCHMARK / "report.py"), str(out)], capture_output=True, text=True, timeout=60
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "| requests, misses | ids |" in shown.stdout
-    assert "### Subtracted: the reset of the state" in shown.stdout
+    shown = program("report", str(out))
+    assert "| requests, misses | ids |" in shown
+    assert "### Subtracted: the reset of the state" in shown
 
 
 @pytest.mark.parametrize(
@@ -327,12 +318,8 @@ def test_hisparse_the_ceiling_is_measured_on_the_contexts_of_the_table(monkeypat
 
 def test_device_buffer_cpu_run_writes_checked_rows_and_report_prints_them(tmp_path):
     out = tmp_path / "run.jsonl"
-    command = [sys.executable, str(BENCHMARK / "bench_device_buffer.py"), "--device=cpu", "--quick", f"--out={out}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    meta, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    meta, *rows = run_on_cpu("bench_device_buffer", out)
     assert (meta["benchmark"], meta["peer"], meta["full"]) == ("bench_device_buffer", None, False)
-    assert str(tmp_path) not in out.read_text(), "a machine's paths do not belong into saved results"
     resets = [r for r in rows if r["metric"] == "reset"]
     assert [r["plans"] for r in resets] == ["one step, 4160 slots", "hotplan, several steps, 4160 slots"]
     measured = [r for r in rows if r["metric"] == "wall"]
@@ -351,12 +338,9 @@ def test_device_buffer_cpu_run_writes_checked_rows_and_report_prints_them(tmp_pa
     assert all(r["ours"]["median"] > 0 for r in measured)
     assert [r["copied_bytes"] for r in measured[:3]] == [205 * 576, 205 * 584, 196 * 576]
 
-    shown = subprocess.run(
-        [sys.executable, str(BENCHMARK / "report.py"), str(out)], capture_output=True, text=True, timeout=60
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "| requests, misses | bytes of an item |" in shown.stdout
-    assert "| items of a layer | direction |" in shown.stdout
+    shown = program("report", str(out))
+    assert "| requests, misses | bytes of an item |" in shown
+    assert "| items of a layer | direction |" in shown
 
 
 def _one_byte(pool, row, item_bytes=576):

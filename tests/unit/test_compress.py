@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from sanitized import ROOT, load_sanitized
 from strategies import (
+    FUNCTIONS,
     SERVER_GEOMETRIES,
     Case,
     Geometry,
@@ -34,16 +35,6 @@ import hotplan
 from hotplan import PrefillPlan, jit, reference
 
 OPERATORS = ["prefill", "decode", "prefill_legacy", "decode_legacy", "online_prefill", "online_decode"]
-FUNCTIONS = {
-    "prefill": "plan_compress_prefill",
-    "decode": "plan_compress_decode",
-    "prefill_legacy": "plan_compress_prefill_legacy",
-    "decode_legacy": "plan_compress_decode_legacy",
-    "online_prefill": "plan_online_prefill",
-    "online_decode": "plan_online_decode",
-    "step_prefill": "plan_step_prefill",
-    "step_decode": "plan_step_decode",
-}
 
 
 def ours(case: Case, operator: str, **options):
