@@ -558,15 +558,15 @@ def _tokens(seq_lens: list[int], extend_lens: list[int], num_q_tokens: int) -> _
     if not parts:
         return _Tokens(*(np.zeros(0, np.int64) for _ in _Tokens._fields))
 
-    request, seq, prefix, start, first, last = (np.array(column, np.int64) for column in zip(*parts, strict=True))
-    lengths = last - first
-    j = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+    request, seqs, prefixes, starts, firsts, lasts = (np.array(column, np.int64) for column in zip(*parts, strict=True))
+    lengths = lasts - firsts
+    j = np.concatenate([np.arange(a, b) for a, b in zip(firsts, lasts, strict=True)])
     return _Tokens(
         np.repeat(request, lengths),
-        np.repeat(seq, lengths),
+        np.repeat(seqs, lengths),
         j,
-        np.repeat(prefix, lengths) + j,
-        np.repeat(start, lengths) + j,
+        np.repeat(prefixes, lengths) + j,
+        np.repeat(starts, lengths) + j,
     )
 
 

@@ -262,7 +262,7 @@ class _SwapIn(Arrays):
 
     def by_step(self, name: str, row: int) -> np.ndarray:
         """Row `row` of top_k or out as [steps, columns], in the array's own memory."""
-        array = self.arrays[name][row]
+        array: np.ndarray = self.arrays[name][row]
         return array if self.several else array[None]
 
     def check(
