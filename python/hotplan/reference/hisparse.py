@@ -724,7 +724,7 @@ def plan_swap_in(
     resident_block_table: torch.Tensor | None = None,
     resident_block_size: int = 0,
     resident_null_block: int = 0,
-    out: SwapPlan | None = None,
+    out: SwapPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> SwapPlan:
     """resolve_residency that returns its copies as one packed tensor, for gather_planned.
 
@@ -763,7 +763,7 @@ def plan_swap_in(
         listed = [(load.host_row, load.hot_row, load.column) for load in loads]
         rows[start : start + len(loads)] = np.array(listed, dtype=SWAP_ROW)
     plan.copy_(torch.from_numpy(rows.view(np.uint8).reshape(*shape, SWAP_ROW.itemsize)))
-    return out
+    return out if isinstance(out, SwapPlan) else SwapPlan(plan, counts, hot_indices)
 
 
 def swap_in(
