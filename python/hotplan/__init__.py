@@ -52,14 +52,16 @@ _SUBMODULES = ("hisparse", "jit", "plans", "reference")
 _HOMES = {"HitStats": "hot_buffer", "HotBuffer": "hot_buffer", "PrefillPlan": "plans", "SwapPlan": "plans"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"hotplan.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'hotplan' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hotplan.{_HOMES.get(name, 'compress')}"), name)
-    globals()[name] = value  # the next look-up finds it at once
-    return value
+if not TYPE_CHECKING:  # a checker would take it for a promise that every name exists
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"hotplan.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'hotplan' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"hotplan.{_HOMES.get(name, 'compress')}"), name)
+        globals()[name] = value  # the next look-up finds it at once
+        return value
 
 
 def __dir__() -> list[str]:

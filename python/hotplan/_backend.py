@@ -26,7 +26,8 @@ def by_device(load: Callable[[str], Operators]) -> Callable[[str, Any], Operator
         if is_dynamo_compiling() or (type(tensor) is not Tensor and _is_traced(tensor)):
             from hotplan.integrations.torch_library import traced  # the way up: only a tracer goes it
 
-            return traced(module)
+            stand_in: Operators = traced(module)
+            return stand_in
         if getattr(tensor, "is_cuda", False):
             backend = "cuda"
         elif getattr(tensor, "is_cpu", True):

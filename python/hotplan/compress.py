@@ -45,6 +45,9 @@ __all__ = [
     "plan_step_prefill",
 ]
 
+# A tensor of `out`, or None, which asks an operator for a new one. `out` says which, and no checker follows that.
+_Given = Any
+
 
 class _Operators:
     """The exported functions of one backend's module, looked up once."""
@@ -137,6 +140,8 @@ def plan_compress_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
+    compress: _Given
+    write: _Given
     compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.paged_prefill(
         req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, compress, write,
@@ -211,6 +216,8 @@ def plan_compress_prefill_legacy(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
+    compress: _Given
+    write: _Given
     compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.legacy_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, compress_ratio, use_cuda_graph
@@ -274,6 +281,8 @@ def plan_online_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
+    compress: _Given
+    write: _Given
     compress, write = (None, None) if out is None else _pair_of(out)
     new = ops.online_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, state_slot_offset, use_cuda_graph
@@ -338,6 +347,8 @@ def plan_online_verify(
         TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
+    compress: _Given
+    write: _Given
     compress, write = (None, None) if out is None else _pair_of(out)
     is_tensor = isinstance(active_batch_size, torch.Tensor)
     new = ops.online_verify(
@@ -356,11 +367,11 @@ def plan_step_prefill(
     *,
     num_q_tokens: int,
     swa_page_size: int,
-    ratios: Sequence[int] = (4, 128),
-    ring_sizes: Sequence[int] = (8, 128),
+    ratios: tuple[int, ...] | list[int] = (4, 128),
+    ring_sizes: tuple[int, ...] | list[int] = (8, 128),
     use_req_ring: bool = False,
     use_cuda_graph: bool = False,
-    write_pad: int | Sequence[int | None] | None = None,
+    write_pad: int | tuple[int | None, ...] | list[int | None] | list[int] | None = None,
     check: bool | None = None,
     out: Mapping[int, PrefillPlan | tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> dict[int, PrefillPlan]:
@@ -393,6 +404,10 @@ def plan_step_prefill(
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     first, second = ratios
+    c0: _Given
+    w0: _Given
+    c1: _Given
+    w1: _Given
     if out is None:
         c0 = w0 = c1 = w1 = None
     else:
@@ -415,8 +430,8 @@ def plan_step_decode(
     seq_lens: torch.Tensor,
     *,
     swa_page_size: int,
-    ratios: Sequence[int] = (4, 128),
-    ring_sizes: Sequence[int] = (8, 128),
+    ratios: tuple[int, ...] | list[int] = (4, 128),
+    ring_sizes: tuple[int, ...] | list[int] = (8, 128),
     use_req_ring: bool = False,
     check: bool | None = None,
     out: Mapping[int, torch.Tensor] | None = None,
@@ -447,6 +462,8 @@ def plan_step_decode(
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     first, second = ratios
+    d0: _Given
+    d1: _Given
     d0, d1 = (None, None) if out is None else (_out_of(out, first), _out_of(out, second))
     new = ops.paged_decode_pair(
         req_pool_indices, req_to_token, full_to_state, seq_lens, d0, d1,
@@ -457,7 +474,7 @@ def plan_step_decode(
     return {first: d0, second: d1}
 
 
-def _check_ratios(ratios: Sequence[int], ring_sizes: Sequence[int]) -> None:
+def _check_ratios(ratios: tuple[int, ...] | list[int], ring_sizes: tuple[int, ...] | list[int]) -> None:
     for name, numbers in (("ratios", ratios), ("ring_sizes", ring_sizes)):
         if not isinstance(numbers, (tuple, list)):
             raise TypeError(f"{name}: expected a tuple or a list of ints, got {type(numbers).__name__}")
@@ -467,7 +484,9 @@ def _check_ratios(ratios: Sequence[int], ring_sizes: Sequence[int]) -> None:
         raise ValueError(f"ring_sizes: expected one per ratio, {len(ratios)}, got {tuple(ring_sizes)}")
 
 
-def _pads(write_pad: int | Sequence[int | None] | None, ratios: Sequence[int]) -> Sequence[int | None]:
+def _pads(
+    write_pad: int | tuple[int | None, ...] | list[int | None] | list[int] | None, ratios: tuple[int, ...] | list[int]
+) -> Sequence[int | None]:
     if not isinstance(write_pad, (tuple, list)):
         return (write_pad,) * len(ratios)
     if len(write_pad) != len(ratios):

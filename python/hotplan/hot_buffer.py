@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -75,6 +75,24 @@ def _pools_of(host_pool: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Te
     if row_bytes == 0 or row_bytes % 16:
         raise ValueError(f"host_pool: expected rows of a positive multiple of 16 bytes, got {row_bytes} bytes")
     return pools
+
+
+class _Options(TypedDict, total=False):
+    """What a step asks of :func:`hotplan.hisparse.resolve_residency`, by the names there."""
+
+    miss_mask: torch.Tensor
+    stats: torch.Tensor
+    resolved_global_indices: torch.Tensor
+    valid_counts: torch.Tensor
+    swap_host_physical_rows: torch.Tensor
+    swap_device_physical_rows: torch.Tensor
+    swap_counts: torch.Tensor
+    attention_indices: torch.Tensor
+    attention_block_stride: int
+    request_ids: torch.Tensor
+    source_block_table: torch.Tensor
+    source_block_size: int
+    max_union_rows: int | None
 
 
 class HitStats(NamedTuple):
@@ -281,8 +299,8 @@ class HotBuffer:
         rows = ids.shape[0]
         if rows > self.max_rows:
             raise ValueError(f"ids: expected at most max_rows={self.max_rows} rows, got {rows}")
-        requests = self._requests(requests, rows)
-        options = {
+        numbers = self._requests(requests, rows)
+        options: _Options = {
             "miss_mask": self.miss_mask[:rows],
             "stats": self._stats,
             "resolved_global_indices": self.resolved_global_indices[:rows],
@@ -291,27 +309,27 @@ class HotBuffer:
             "swap_device_physical_rows": self.swap_device_physical_rows[:rows],
             "swap_counts": self.swap_counts[:rows],
         }
-        if self.attention_indices is not None:
+        if self.attention_indices is not None and self.attention_block_stride is not None:
             options["attention_indices"] = self.attention_indices[:rows]
             options["attention_block_stride"] = self.attention_block_stride
         table, states = self.block_table, self.states
         if source_block_table is not None:
-            if requests is None:
-                requests = torch.arange(rows, dtype=torch.int32, device=self.device)
+            if numbers is None:
+                numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
             options |= {
-                "request_ids": requests,
+                "request_ids": numbers,
                 "source_block_table": source_block_table,
                 "source_block_size": source_block_size,
                 "max_union_rows": max_union_rows,
             }
         elif max_union_rows is not None:
             raise ValueError("source_block_table: expected a tensor, because max_union_rows is given, got None")
-        elif requests is not None:
+        elif numbers is not None:
             table, states = self._row_tables[:rows], self._row_states[:rows]
-            known = requests.clamp(0, self.max_requests - 1)
+            known = numbers.clamp(0, self.max_requests - 1)
             torch.index_select(self.block_table, 0, known, out=table)
             torch.index_select(self.states, 0, known, out=states)
-            states.masked_fill_(requests != known, -1)
+            states.masked_fill_(numbers != known, -1)
         run = hisparse.resolve_residency if layer is None else hisparse.swap_in
         which = 0 if layer is None else layer
         hot_indices = self.hot_indices[:rows]

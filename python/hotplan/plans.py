@@ -10,6 +10,7 @@ Compress, write and decode rows are those that SGLang 0.5.23's compressor kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -183,7 +184,8 @@ def valid(rows: np.ndarray) -> np.ndarray:
         raise TypeError(f"rows: expected an array of plan rows ({', '.join(_LAYOUTS)}), got {got}")
     if rows.dtype not in _INVALID_MARK:
         return np.ones(rows.shape, dtype=bool)
-    return rows[_INVALID_MARK[rows.dtype]] != _ALL_ONES
+    mask: np.ndarray = rows[_INVALID_MARK[rows.dtype]] != _ALL_ONES
+    return mask
 
 
 def valid_compress(plan: _Packed) -> np.ndarray:
@@ -247,7 +249,7 @@ def _width(plan: _Packed) -> int | None:
     """Bytes of a row; None where that cannot be said (the caller's own checks then word the error)."""
     if isinstance(plan, np.ndarray) and plan.dtype in _KINDS:
         return plan.dtype.itemsize
-    shape = getattr(plan, "shape", ())
+    shape: Sequence[int] = getattr(plan, "shape", ())
     return int(shape[-1]) if len(shape) else None
 
 
@@ -278,6 +280,7 @@ def _table(title: str, rows: np.ndarray, limit: int) -> str:
         head, tail = limit - limit // 2, limit // 2
     shown = [*range(head), *range(flat.size - tail, flat.size)]
     names = rows.dtype.names
+    assert names is not None  # `valid` knows the layout
     cells = [["row", *names]]
     for i in shown:
         label = str(i) if rows.ndim == 1 else ",".join(str(int(k)) for k in np.unravel_index(i, rows.shape))

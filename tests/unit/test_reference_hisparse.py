@@ -682,6 +682,9 @@ def test_plan_into_given_tensors() -> None:
     assert plan is out
     expected = other.plan(hisparse, ids)
     assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    again = hisparse.plan_swap_in(*arguments, out=tuple(out))
+    assert isinstance(again, plans.SwapPlan)
+    assert all(a is b for a, b in zip(again, out, strict=True))
 
 
 def test_gather_planned_skips_and_zero_fills() -> None:

@@ -150,10 +150,10 @@ def _print_usage(usage: list[KernelUsage]) -> None:
     for (_, name), by_arch in sorted(kernels.items()):
         cells = []
         for arch in archs:
-            one = by_arch.get(arch)
-            spilled = f" [bold red]{one.spill_stores} + {one.spill_loads}[/]" if one and one.spills else ""
-            cells.append(f"{one.registers}{spilled}" if one else "")
-        shared = sorted({str(one.shared) for one in by_arch.values()})
+            kernel = by_arch.get(arch)
+            spilled = f" [bold red]{kernel.spill_stores} + {kernel.spill_loads}[/]" if kernel and kernel.spills else ""
+            cells.append(f"{kernel.registers}{spilled}" if kernel else "")
+        shared = sorted({str(kernel.shared) for kernel in by_arch.values()})
         table.add_row(escape(name), "/".join(shared), *cells)
     Console(width=100 + 16 * len(archs)).print(table)
     spilling = sorted({kernel.kernel for kernel in usage if kernel.spills})

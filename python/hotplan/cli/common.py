@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class DeviceType(click.ParamType):
     name = "auto|cpu|cuda|cuda:N"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
             self.fail(f"expected auto, cpu, cuda or cuda:N, got {value!r}", param, ctx)
         return value

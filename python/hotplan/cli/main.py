@@ -43,9 +43,10 @@ class LazyGroup(click.Group):
             return None
         module, attribute, _ = COMMANDS[cmd_name]
         try:
-            return getattr(importlib.import_module(module), attribute)
+            command: click.Command = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             return _broken(cmd_name, error)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

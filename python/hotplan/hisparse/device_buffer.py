@@ -28,7 +28,7 @@ Common to all:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -66,6 +66,17 @@ class HiSparseSpecState(NamedTuple):
     scratch_state: torch.Tensor
 
 
+class _SpecState(Protocol):
+    """What is looked at of a :class:`HiSparseSpecState`, for checkers: SGLang's tuple is another class."""
+
+    @property
+    def cache_policy(self) -> torch.Tensor: ...
+    @property
+    def scratch_locs(self) -> torch.Tensor: ...
+    @property
+    def scratch_state(self) -> torch.Tensor: ...
+
+
 class _Operators:
     """The exported functions of one backend's module, looked up once."""
 
@@ -75,7 +86,9 @@ class _Operators:
         self.load_spec: Callable[..., Any] = module.get_function("load_cache_to_device_buffer_spec")
         self.copy_planned: Callable[..., Any] = module.get_function("copy_cache_planned")
         self.transfer: Callable[..., Any] = module.get_function("transfer_cache_dsv4_mla")
-        self.translate: Callable[..., Any] = module.get_function("translate_padded_hisparse_locations")
+        self.translate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = module.get_function(
+            "translate_padded_hisparse_locations"
+        )
 
 
 _operators = by_device(_Operators)
@@ -241,7 +254,7 @@ def load_cache_to_device_buffer_spec_mla(
     top_k_device_locs: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    state: HiSparseSpecState,
+    state: HiSparseSpecState | _SpecState,
     num_real_reqs: torch.Tensor | None,
     miss_src: torch.Tensor | None = None,
     miss_dst: torch.Tensor | None = None,

@@ -104,7 +104,7 @@ def _check_unions(
     )  # fmt: skip
 
 
-def _three_of(out: SwapPlan | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _three_of(out: SwapPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected (plan, counts, hot_indices), got {type(out).__name__}")
     if len(out) != 3:
@@ -292,6 +292,9 @@ def plan_swap_in(
             request_state_indices, max_union_rows, request_ids, source_block_table, source_block_size,
             resident_block_table, resident_block_size, resident_null_block,
         )  # fmt: skip
+    plan: Any  # tensors, or None where new ones are asked for: `out` says which, and no checker follows that
+    counts: Any
+    hot_indices: Any
     plan, counts, hot_indices = (None, None, None) if out is None else _three_of(out)
     new = _operators("hot_cache", hot_cache).plan_swap_in(
         host_cache, hot_cache, hot_block_table, global_indices, device_global_indices, lru_slots,

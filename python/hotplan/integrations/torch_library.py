@@ -122,7 +122,7 @@ def _single(function: Callable[..., torch.Tensor]) -> Callable[..., Sequence[tor
 
 def _step_prefill(
     out: Sequence[torch.Tensor] | None,
-    ratios: Sequence[int],
+    ratios: list[int],
     write_pad: int | None,
     write_pad_1: int | None,
     **given: Any,
@@ -132,7 +132,7 @@ def _step_prefill(
     return [tensor for ratio in ratios for tensor in plans[ratio]]
 
 
-def _step_decode(out: Sequence[torch.Tensor] | None, ratios: Sequence[int], **given: Any) -> Sequence[torch.Tensor]:
+def _step_decode(out: Sequence[torch.Tensor] | None, ratios: list[int], **given: Any) -> Sequence[torch.Tensor]:
     plans = compress.plan_step_decode(
         ratios=ratios, out=None if out is None else dict(zip(ratios, out, strict=True)), **given
     )
@@ -231,6 +231,11 @@ _define("check_lengths(Tensor seq_lens, Tensor? extend_lens, SymInt num_q_tokens
 torch.fx.node.has_side_effect(torch.ops.hotplan.check_lengths.default)
 
 
+# Short, for the lists of arguments below.
+_T = torch.Tensor
+_O = torch.Tensor | None
+
+
 class _TracedCompress:
     """The module's exported functions (``hotplan.compress._Operators``) by means of torch operators."""
 
@@ -238,8 +243,9 @@ class _TracedCompress:
 
     @staticmethod
     def paged_prefill(
-        rid, req_to_token, full_to_state, seq, extend, compress, write, num_q, ratio, page, ring, req_ring, pad, graph
-    ):  # fmt: skip
+        rid: _T, req_to_token: _T, full_to_state: _T, seq: _T, extend: _T, compress: _O, write: _O, num_q: int,
+        ratio: int, page: int, ring: int, req_ring: bool, pad: int | None, graph: bool,
+    ) -> Any:  # fmt: skip
         tables = (rid, req_to_token, full_to_state, seq, extend)
         options = {
             "num_q_tokens": num_q, "compress_ratio": ratio, "swa_page_size": page, "ring_size": ring,
@@ -251,9 +257,10 @@ class _TracedCompress:
 
     @staticmethod
     def paged_prefill_pair(
-        rid, req_to_token, full_to_state, seq, extend, c0, w0, c1, w1, num_q, page, req_ring,
-        ratio0, ring0, pad0, ratio1, ring1, pad1, graph,
-    ):  # fmt: skip
+        rid: _T, req_to_token: _T, full_to_state: _T, seq: _T, extend: _T, c0: _O, w0: _O, c1: _O, w1: _O, num_q: int,
+        page: int, req_ring: bool, ratio0: int, ring0: int, pad0: int | None, ratio1: int, ring1: int, pad1: int | None,
+        graph: bool,
+    ) -> Any:  # fmt: skip
         tables = (rid, req_to_token, full_to_state, seq, extend)
         options = {
             "num_q_tokens": num_q, "swa_page_size": page, "ratios": [ratio0, ratio1], "ring_sizes": [ring0, ring1],
@@ -266,7 +273,10 @@ class _TracedCompress:
         )
 
     @staticmethod
-    def paged_decode(rid, req_to_token, full_to_state, seq, out, ratio, page, ring, req_ring):
+    def paged_decode(
+        rid: _T, req_to_token: _T, full_to_state: _T, seq: _T, out: _O, ratio: int, page: int, ring: int,
+        req_ring: bool,
+    ) -> Any:  # fmt: skip
         tables = (rid, req_to_token, full_to_state, seq)
         options = {
             "compress_ratio": ratio, "swa_page_size": page, "ring_size": ring, "use_req_ring": req_ring, "check": False
@@ -276,7 +286,10 @@ class _TracedCompress:
         return torch.ops.hotplan.plan_compress_decode_out(*tables, **options, plan=out)
 
     @staticmethod
-    def paged_decode_pair(rid, req_to_token, full_to_state, seq, d0, d1, page, req_ring, ratio0, ring0, ratio1, ring1):
+    def paged_decode_pair(
+        rid: _T, req_to_token: _T, full_to_state: _T, seq: _T, d0: _O, d1: _O, page: int, req_ring: bool, ratio0: int,
+        ring0: int, ratio1: int, ring1: int,
+    ) -> Any:  # fmt: skip
         tables = (rid, req_to_token, full_to_state, seq)
         options = {
             "swa_page_size": page, "ratios": [ratio0, ratio1], "ring_sizes": [ring0, ring1],
@@ -287,7 +300,9 @@ class _TracedCompress:
         return torch.ops.hotplan.plan_step_decode_out(*tables, **options, plan=d0, plan_1=d1)
 
     @staticmethod
-    def legacy_prefill(rid, seq, extend, compress, write, num_q, ratio, graph):
+    def legacy_prefill(
+        rid: _T, seq: _T, extend: _T, compress: _O, write: _O, num_q: int, ratio: int, graph: bool,
+    ) -> Any:  # fmt: skip
         options = {"num_q_tokens": num_q, "compress_ratio": ratio, "use_cuda_graph": graph, "check": False}
         if compress is None:
             return torch.ops.hotplan.plan_compress_prefill_legacy(rid, seq, extend, **options)
@@ -296,26 +311,30 @@ class _TracedCompress:
         )
 
     @staticmethod
-    def legacy_decode(rid, seq, out, ratio):
+    def legacy_decode(rid: _T, seq: _T, out: _O, ratio: int) -> Any:
         if out is None:
             return torch.ops.hotplan.plan_compress_decode_legacy(rid, seq, compress_ratio=ratio, check=False)
         return torch.ops.hotplan.plan_compress_decode_legacy_out(rid, seq, compress_ratio=ratio, check=False, plan=out)
 
     @staticmethod
-    def online_prefill(rid, seq, extend, compress, write, num_q, offset, graph):
+    def online_prefill(
+        rid: _T, seq: _T, extend: _T, compress: _O, write: _O, num_q: int, offset: int, graph: bool,
+    ) -> Any:  # fmt: skip
         options = {"num_q_tokens": num_q, "state_slot_offset": offset, "use_cuda_graph": graph, "check": False}
         if compress is None:
             return torch.ops.hotplan.plan_online_prefill(rid, seq, extend, **options)
         return torch.ops.hotplan.plan_online_prefill_out(rid, seq, extend, **options, compress=compress, write=write)
 
     @staticmethod
-    def online_decode(rid, seq, out, offset):
+    def online_decode(rid: _T, seq: _T, out: _O, offset: int) -> Any:
         if out is None:
             return torch.ops.hotplan.plan_online_decode(rid, seq, state_slot_offset=offset, check=False)
         return torch.ops.hotplan.plan_online_decode_out(rid, seq, state_slot_offset=offset, check=False, plan=out)
 
     @staticmethod
-    def online_verify(rid, prefix, active_tensor, compress, write, active, drafts, offset):
+    def online_verify(
+        rid: _T, prefix: _T, active_tensor: _O, compress: _O, write: _O, active: int, drafts: int, offset: int,
+    ) -> Any:  # fmt: skip
         options = {
             "num_draft_tokens": drafts, "state_slot_offset": offset, "active_batch_size": active,
             "active_batch_tensor": active_tensor,
@@ -325,11 +344,11 @@ class _TracedCompress:
         return torch.ops.hotplan.plan_online_verify_out(rid, prefix, **options, compress=compress, write=write)
 
     @staticmethod
-    def check_lengths(seq, extend, num_q):
+    def check_lengths(seq: _T, extend: _O, num_q: int) -> None:
         torch.ops.hotplan.check_lengths(seq, extend, num_q)
 
     @staticmethod
-    def item(plans, index):
+    def item(plans: Sequence[_T], index: int) -> _T:
         return plans[index]
 
 
@@ -355,7 +374,7 @@ def _plan_swap_in_out(plan: torch.Tensor, counts: torch.Tensor, hot_indices: tor
     hisparse.plan_swap_in(out=(plan, counts, hot_indices), **given)
 
 
-def _swap_plan(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _swap_plan(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = given["global_indices"]
     rows, columns = ids.shape
     return (
@@ -426,11 +445,11 @@ class _TracedResidency:
     invalidate_written_slots = torch.ops.hotplan.invalidate_written_slots
 
     @staticmethod
-    def check_unions(*arguments):
+    def check_unions(*arguments: Any) -> None:
         """HOTPLAN_CHECK is looked at again when the graph runs: the operator calls the public function."""
 
     @staticmethod
-    def plan_swap_in(*arguments):
+    def plan_swap_in(*arguments: Any) -> Any:
         *given, plan, counts, hot_indices = arguments
         if plan is None:
             return torch.ops.hotplan.plan_swap_in(*given)
@@ -509,7 +528,7 @@ class _TracedDeviceBuffer:
     """``hotplan.hisparse.device_buffer._Operators`` by means of torch operators."""
 
     @staticmethod
-    def load(blocks, dsv4, item_bytes, *arguments):
+    def load(blocks: bool, dsv4: bool, item_bytes: int, *arguments: Any) -> Any:
         if blocks:
             (
                 host_k, host_v, device_k, device_v, top_k, block_tokens, tokens, host_locs, device_locs, out, rid, seq,
@@ -531,9 +550,9 @@ class _TracedDeviceBuffer:
 
     @staticmethod
     def load_spec(
-        host, device, top_k, tokens, host_locs, device_locs, out, rid, seq, policy, scratch_locs, scratch_state, real,
-        src, dst, count,
-    ):  # fmt: skip
+        host: _T, device: _T, top_k: _T, tokens: _T, host_locs: _T, device_locs: _T, out: _T, rid: _T, seq: _T,
+        policy: _T, scratch_locs: _T, scratch_state: _T, real: _O, src: _O, dst: _O, count: _O,
+    ) -> None:  # fmt: skip
         torch.ops.hotplan.load_cache_to_device_buffer_spec_mla(
             top_k_tokens=top_k, device_buffer_tokens=tokens, host_cache_locs=host_locs, device_buffer_locs=device_locs,
             host_cache=host, device_buffer=device, top_k_device_locs=out, req_pool_indices=rid, seq_lens=seq,
@@ -542,7 +561,10 @@ class _TracedDeviceBuffer:
         )  # fmt: skip
 
     @staticmethod
-    def copy_planned(dsv4, item_bytes, host, device, src, dst, count, real, num_blocks, block, skip_io):
+    def copy_planned(
+        dsv4: bool, item_bytes: int, host: _T, device: _T, src: _T, dst: _T, count: _T, real: _O, num_blocks: int,
+        block: int, skip_io: bool,
+    ) -> None:  # fmt: skip
         torch.ops.hotplan.copy_cache_planned_mla(
             miss_src=src, miss_dst=dst, miss_count=count, num_real_reqs=real, host_cache=host, device_buffer=device,
             item_size_bytes=item_bytes, num_blocks=num_blocks, block_size=block, is_dsv4_layout=dsv4, skip_io=skip_io,

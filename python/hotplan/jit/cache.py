@@ -64,7 +64,7 @@ def _library(entry: Path, recipe: Recipe, shipped: bool = False) -> Path:
         manifest = read_manifest(entry)
         if wrong := recipe.differences(manifest["parts"], shipped):
             raise ValueError(", ".join(wrong.values()))
-        library = entry / manifest["library"]
+        library: Path = entry / manifest["library"]
         if library.parent != entry:
             raise ValueError(f"damaged, it names a library elsewhere: {manifest['library']}")
         refuse_foreign(library)
@@ -78,7 +78,8 @@ def _library(entry: Path, recipe: Recipe, shipped: bool = False) -> Path:
 
 def read_manifest(entry: Path) -> dict[str, Any]:
     """Raises OSError or ValueError."""
-    return json.loads((entry / MANIFEST).read_bytes())
+    manifest: dict[str, Any] = json.loads((entry / MANIFEST).read_bytes())
+    return manifest
 
 
 def _candidates(root: Path, recipe: Recipe) -> list[Path]:

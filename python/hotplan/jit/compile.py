@@ -81,10 +81,10 @@ def host_compiler(recipe: Recipe) -> dict[str, str]:
     """What tells nvcc its host compiler: a compiler that the user names is meant for both halves of a module, because
     the default may be too new for nvcc."""
     nvcc_vars = "".join(os.environ.get(var, "") for var in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
-    chosen = recipe.cxx is not None and recipe.cxx.how == "CXX"
-    if not chosen or "NVCC_CCBIN" in os.environ or "ccbin" in nvcc_vars:
+    chosen = recipe.cxx if recipe.cxx is not None and recipe.cxx.how == "CXX" else None
+    if chosen is None or "NVCC_CCBIN" in os.environ or "ccbin" in nvcc_vars:
         return {}
-    return {"NVCC_CCBIN": recipe.cxx.path}
+    return {"NVCC_CCBIN": chosen.path}
 
 
 def write_sources(recipe: Recipe, directory: Path) -> None:

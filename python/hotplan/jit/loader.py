@@ -20,6 +20,7 @@ from hotplan.jit.compile import CompileError, compile_library
 from hotplan.jit.key import Recipe, make_recipe
 from hotplan.jit.log import say
 from hotplan.jit.toolchain import Memo, MissingTool, parse_archs
+from hotplan.jit.trust import refuse_foreign
 
 if TYPE_CHECKING:
     import tvm_ffi
@@ -145,7 +146,7 @@ def _ensure(
     fallback: bool = True,
 ) -> Built:
     if cache_dir.is_dir():
-        cache.refuse_foreign(cache_dir)  # before the memo in it is believed
+        refuse_foreign(cache_dir)  # before the memo in it is believed
     memo = Memo(cache_dir / cache.COMPILERS)
     recipe = make_recipe(family, backend, memo, archs, root)
     found = cache.find(cache_dir, recipe)

@@ -19,6 +19,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotplan.jit.trust import refuse_foreign, replace_text
 
@@ -53,14 +54,14 @@ class Memo:
             known = json.loads(path.read_bytes()) if path else {}
         except (OSError, ValueError):
             known = {}
-        self._known: dict[str, list] = known if isinstance(known, dict) else {}
+        self._known: dict[str, list[Any]] = known if isinstance(known, dict) else {}
 
     def ask(self, question: str, program: str, answer: Callable[[], str]) -> str:
         stat = os.stat(program)
         key, stamp = f"{question} {program}", [stat.st_size, stat.st_mtime_ns]
         known = self._known.get(key)
         if isinstance(known, list) and known[:2] == stamp:
-            return known[2]
+            return str(known[2])
         text = answer()
         self._known[key] = [*stamp, text]
         self._changed = True
@@ -164,9 +165,9 @@ def _cuda_homes(memo: Memo) -> Iterator[tuple[Path, str]]:
     nvcc = shutil.which("nvcc")
     if nvcc:
         yield Path(nvcc).resolve().parent.parent, "nvcc on PATH"
-        home = memo.ask("home of", os.path.abspath(nvcc), lambda: _home_behind(nvcc))
-        if home:
-            yield Path(home), f"the toolkit that {nvcc} runs"
+        behind = memo.ask("home of", os.path.abspath(nvcc), lambda: _home_behind(nvcc))
+        if behind:
+            yield Path(behind), f"the toolkit that {nvcc} runs"
     yield _SYSTEM / "cuda", "/usr/local/cuda"
     newest_first = sorted(_SYSTEM.glob("cuda-*"), key=lambda p: _numbers(p.name), reverse=True)
     for home in newest_first:
@@ -233,7 +234,11 @@ def _ask_driver() -> list[tuple[int, int]]:
         if driver.cuInit(0) != 0:
             raise OSError("cuInit")
         devices = [ask("cuDeviceGet", index) for index in range(ask("cuDeviceGetCount"))]
-        return [tuple(ask("cuDeviceGetAttribute", part, device) for part in _CAPABILITY) for device in devices]
+        major, minor = _CAPABILITY
+        return [
+            (ask("cuDeviceGetAttribute", major, device), ask("cuDeviceGetAttribute", minor, device))
+            for device in devices
+        ]
     except OSError:
         return []
 

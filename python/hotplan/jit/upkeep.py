@@ -18,6 +18,7 @@ from typing import Any
 from hotplan.jit import cache, key
 from hotplan.jit.key import Recipe, make_recipe
 from hotplan.jit.toolchain import Memo
+from hotplan.jit.trust import refuse_foreign
 
 _ENTRY = re.compile(r"(\w+)-(cpu|cuda)-[0-9a-f]{16}(\.log)?")
 _WORK = re.compile(r"\.build-(\w+-(?:cpu|cuda))-.+")  # what `cache.building` works in
@@ -68,11 +69,11 @@ def _days_since(moment: float) -> float:
 def survey(root: Path, shipped: bool = False) -> list[Entry]:
     """All entries of a cache directory, by name. Other files are nobody's business here.
 
-    `shipped`: by the rules of HOTPLAN_PREBUILT_DIR. Raises RuntimeError like `cache.refuse_foreign`.
+    `shipped`: by the rules of HOTPLAN_PREBUILT_DIR. Raises RuntimeError like `trust.refuse_foreign`.
     """
     if not root.is_dir():
         return []
-    cache.refuse_foreign(root)
+    refuse_foreign(root)
     memo = Memo(root / cache.COMPILERS)
     recipes = {
         f"{family}-{backend}": make_recipe(family, backend, memo, archs=())  # for whatever GPUs

@@ -39,7 +39,7 @@ _INT32_MAX = 2**31 - 1
 
 # (index of the request in the batch, position) -> ring row as int64, -1 where there is none
 _Locate = Callable[[np.ndarray, np.ndarray], np.ndarray]
-_Plan = TypeVar("_Plan", PrefillPlan, torch.Tensor)
+_Plan = TypeVar("_Plan")
 
 
 # ------------------------------------------------------------------------------------------ public functions
@@ -60,7 +60,7 @@ def plan_compress_prefill(
     use_cuda_graph: bool = False,
     write_pad: int | None = None,
     check: bool | None = None,
-    out: PrefillPlan | None = None,
+    out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None = None,
     unchecked: bool = False,
 ) -> PrefillPlan:
     """Plan the compression of one forward with new tokens, for one ratio.
@@ -137,7 +137,7 @@ def plan_step_prefill(
     use_cuda_graph: bool = False,
     write_pad: int | Sequence[int | None] | None = None,
     check: bool | None = None,
-    out: Mapping[int, PrefillPlan] | None = None,
+    out: Mapping[int, PrefillPlan | tuple[torch.Tensor, torch.Tensor]] | None = None,
     unchecked: bool = False,
 ) -> dict[int, PrefillPlan]:
     """Plan all ratios of one forward: ``plan_compress_prefill`` for each of them.
@@ -270,7 +270,7 @@ def plan_compress_prefill_legacy(
     compress_ratio: int,
     use_cuda_graph: bool = False,
     check: bool | None = None,
-    out: PrefillPlan | None = None,
+    out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None = None,
     unchecked: bool = False,
 ) -> PrefillPlan:
     """Plan one forward for the older state layout: two pages of 4 rows (c4) or one of 128 (c128) per request.
@@ -328,7 +328,7 @@ def plan_online_prefill(
     state_slot_offset: int = 0,
     use_cuda_graph: bool = False,
     check: bool | None = None,
-    out: PrefillPlan | None = None,
+    out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None = None,
     unchecked: bool = False,
 ) -> PrefillPlan:
     """Plan one forward for the online c128 compressor, whose state is one row per request.
@@ -400,7 +400,7 @@ def plan_online_verify(
     num_draft_tokens: int,
     state_slot_offset: int,
     active_batch_size: int | torch.Tensor,
-    out: PrefillPlan | None = None,
+    out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> PrefillPlan:
     """Plan a speculative verify batch for the online c128 compressor: one fixed row per request in each plan.
 
@@ -462,7 +462,7 @@ def _step_prefill(
     use_cuda_graph: bool,
     write_pad: int | Sequence[int | None] | None,
     check: bool | None,
-    out: Mapping[int, PrefillPlan] | None,
+    out: Mapping[int, PrefillPlan | tuple[torch.Tensor, torch.Tensor]] | None,
     unchecked: bool,
     labels: Mapping[int, str],
 ) -> dict[int, PrefillPlan]:
@@ -558,15 +558,15 @@ def _tokens(seq_lens: list[int], extend_lens: list[int], num_q_tokens: int) -> _
     if not parts:
         return _Tokens(*(np.zeros(0, np.int64) for _ in _Tokens._fields))
 
-    request, seq, prefix, start, first, last = (np.array(column, np.int64) for column in zip(*parts, strict=True))
-    lengths = last - first
-    j = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+    request, seqs, prefixes, starts, firsts, lasts = (np.array(column, np.int64) for column in zip(*parts, strict=True))
+    lengths = lasts - firsts
+    j = np.concatenate([np.arange(a, b) for a, b in zip(firsts, lasts, strict=True)])
     return _Tokens(
         np.repeat(request, lengths),
-        np.repeat(seq, lengths),
+        np.repeat(seqs, lengths),
         j,
-        np.repeat(prefix, lengths) + j,
-        np.repeat(start, lengths) + j,
+        np.repeat(prefixes, lengths) + j,
+        np.repeat(starts, lengths) + j,
     )
 
 
@@ -717,7 +717,7 @@ def _store_prefill(
     rows: Mapping[int, tuple[np.ndarray, np.ndarray]],
     num_rows: int | None,
     device: torch.device,
-    out: Mapping[int, PrefillPlan] | None,
+    out: Mapping[int, PrefillPlan | tuple[torch.Tensor, torch.Tensor]] | None,
     labels: Mapping[int, str],
 ) -> dict[int, PrefillPlan]:
     """Pack the rows of each ratio; ``num_rows`` None means exactly those.
@@ -739,7 +739,7 @@ def _store_one_prefill(
     write: np.ndarray,
     num_rows: int | None,
     device: torch.device,
-    out: PrefillPlan | None,
+    out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None,
     exact: bool = False,
 ) -> PrefillPlan:
     if exact and out is not None:
@@ -777,7 +777,7 @@ def _out_of(out: Mapping[int, _Plan], key: int, label: str) -> _Plan:
     return out[key]
 
 
-def _pair_of(plan: PrefillPlan, label: str) -> PrefillPlan:
+def _pair_of(plan: PrefillPlan | tuple[torch.Tensor, torch.Tensor], label: str) -> PrefillPlan:
     if not isinstance(plan, tuple) or len(plan) != 2:
         raise TypeError(f"{label}: expected a PrefillPlan of two tensors, got {type(plan).__name__}")
     if plan[0] is None or plan[1] is None:

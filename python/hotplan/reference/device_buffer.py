@@ -107,7 +107,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hotplan.hisparse.device_buffer import HiSparseSpecState
+from hotplan.hisparse.device_buffer import HiSparseSpecState, _SpecState
 from hotplan.reference._arrays import Arrays
 from hotplan.reference._lru import partition
 from hotplan.reference._tensor_checks import (
@@ -262,7 +262,7 @@ class _SwapIn(Arrays):
 
     def by_step(self, name: str, row: int) -> np.ndarray:
         """Row `row` of top_k or out as [steps, columns], in the array's own memory."""
-        array = self.arrays[name][row]
+        array: np.ndarray = self.arrays[name][row]
         return array if self.several else array[None]
 
     def check(
@@ -772,7 +772,7 @@ def load_cache_to_device_buffer_spec_mla(
     top_k_device_locs: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    state: HiSparseSpecState,
+    state: HiSparseSpecState | _SpecState,
     num_real_reqs: torch.Tensor | None,
     miss_src: torch.Tensor | None = None,
     miss_dst: torch.Tensor | None = None,

@@ -453,7 +453,8 @@ def _make_runs(arguments: _Arguments, strict: bool) -> tuple[list[_Run], list[in
     """The launch rows as runs, and the rows that are padding."""
     runs: list[_Run] = []
     padding: list[int] = []
-    union = arguments.max_union_rows is not None
+    most = arguments.max_union_rows
+    union = most is not None
     for row in range(arguments.launch_rows):
         request, state_row = _request_and_state(arguments, row)
         if state_row < 0:
@@ -464,17 +465,17 @@ def _make_runs(arguments: _Arguments, strict: bool) -> tuple[list[_Run], list[in
             runs[-1].rows.append(row)
         else:
             runs.append(_Run(request, state_row, [row]))
-    if union:
+    if most is not None:
         for run in runs:
-            if len(run.rows) > arguments.max_union_rows:
+            if len(run.rows) > most:
                 if strict:
                     raise wrong_value(
                         "request_ids",
-                        f"at most max_union_rows = {arguments.max_union_rows} adjacent rows of one request",
+                        f"at most max_union_rows = {most} adjacent rows of one request",
                         f"{len(run.rows)} rows of request {run.request} from row {run.rows[0]}",
                     )
-                padding.extend(run.rows[arguments.max_union_rows :])
-                del run.rows[arguments.max_union_rows :]
+                padding.extend(run.rows[most:])
+                del run.rows[most:]
     for run in runs:
         for row in run.rows:
             tokens = arguments.arrays["global_indices"][row].tolist()
@@ -723,7 +724,7 @@ def plan_swap_in(
     resident_block_table: torch.Tensor | None = None,
     resident_block_size: int = 0,
     resident_null_block: int = 0,
-    out: SwapPlan | None = None,
+    out: SwapPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> SwapPlan:
     """resolve_residency that returns its copies as one packed tensor, for gather_planned.
 
@@ -762,7 +763,7 @@ def plan_swap_in(
         listed = [(load.host_row, load.hot_row, load.column) for load in loads]
         rows[start : start + len(loads)] = np.array(listed, dtype=SWAP_ROW)
     plan.copy_(torch.from_numpy(rows.view(np.uint8).reshape(*shape, SWAP_ROW.itemsize)))
-    return out
+    return out if isinstance(out, SwapPlan) else SwapPlan(plan, counts, hot_indices)
 
 
 def swap_in(
@@ -825,7 +826,7 @@ def gather_plan(
     """
     caches = _check_caches(host_cache, hot_cache, ndims=(2, 3))
     check_tensor("global_indices", global_indices, (torch.int32,), (2,))
-    shape = tuple(global_indices.shape)
+    shape = (global_indices.shape[0], global_indices.shape[1])
     _check_matrix("global_indices", global_indices, shape, caches)
     _check_matrix("hot_indices", hot_indices, shape, caches)
     _check_matrix("miss_mask", miss_mask, shape, caches)
@@ -864,7 +865,7 @@ def gather_compact(
     """
     caches = _check_caches(host_cache, hot_cache)
     check_tensor("miss_global_indices", miss_global_indices, (torch.int32,), (2,))
-    shape = tuple(miss_global_indices.shape)
+    shape = (miss_global_indices.shape[0], miss_global_indices.shape[1])
     _check_matrix("miss_global_indices", miss_global_indices, shape, caches)
     _check_matrix("miss_hot_indices", miss_hot_indices, shape, caches)
     _check_vector("miss_counts", miss_counts, caches, at_least=shape[0])

@@ -115,7 +115,8 @@ class Tables:
     def row_pages_of(self, row: int, count: int) -> list[int]:
         """The first `count` pages of a row, read back from its slots."""
         start = row * self.row_pages
-        return (self._token_pages[start : start + count, 0] // self.page_size).tolist()
+        pages: list[int] = (self._token_pages[start : start + count, 0] // self.page_size).tolist()
+        return pages
 
 
 class SlotPool:

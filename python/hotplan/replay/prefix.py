@@ -111,12 +111,14 @@ class PrefixCache:
 
     def _evict_block(self) -> None:
         node, _ = self._unused.popitem(last=False)
-        check(not node.children and node.parent is not None, "a cached block is evicted before its continuation")
+        parent = node.parent
+        check(not node.children and parent is not None, "a cached block is evicted before its continuation")
         if node.has_state:
             self._forget_state(node)
         for page in node.pages:
             self._pool.drop(page)
-        del node.parent.children[node.key]
+        assert parent is not None  # checked above
+        del parent.children[node.key]
 
     def make_room(self, full_pages: int, state_pages: int) -> bool:
         """Evicts until both pools have so many free pages; False where that cannot be reached."""

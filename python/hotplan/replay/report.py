@@ -174,7 +174,7 @@ def plot(result: ReplayResult, path: Path, title: str = "", beside: Callable[[Fi
     FigureCanvasAgg(figure)
     left: FigureBase = figure
     if beside is not None:
-        left, right = figure.subfigures(1, 2)
+        left, right = figure.subfigures(1, 2, squeeze=False)[0]
         beside(right)
     load, memory, times = left.subplots(3, 1)
     seconds = np.array(log.start_ms) / 1e3

@@ -16,7 +16,7 @@ finished or retracted. Several hot sizes run side by side on the same ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -274,7 +274,7 @@ class HiSparse:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _slots(self, requests: Sequence[Request], prefix: Sequence[int], seq: Sequence[int]) -> np.ndarray:
+    def _slots(self, requests: Iterable[Request], prefix: Iterable[int], seq: Iterable[int]) -> np.ndarray:
         """The slots of the tokens [prefix, seq) of every request, one after the other."""
         table = self._tables.host_req_to_token.numpy()
         slots = [table[r.row, p:s] for r, p, s in zip(requests, prefix, seq, strict=True)]

@@ -61,7 +61,8 @@ class Step:
 
     @property
     def seq(self) -> np.ndarray:
-        return self.prefix + self.extend
+        end: np.ndarray = self.prefix + self.extend
+        return end
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ Plans = Mapping[int, PrefillPlan] | Mapping[int, torch.Tensor]
 """One plan per ratio: PrefillPlan, or a uint8 [rows, 16] tensor for a decode step."""
 
 _GRAPH_SIZES = (1, 2, 4, 8)
+
+
+class _Common(TypedDict):
+    """What both operators are told."""
+
+    swa_page_size: int
+    ratios: tuple[int, ...]
+    ring_sizes: tuple[int, ...]
 
 
 def padded_size(requests: int) -> int:
@@ -58,7 +66,11 @@ class PlanBuilder:
         one = torch.ones(1, dtype=torch.int64)
         rows = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=self._device)
         tables = (self._tables.req_to_token, self._tables.full_to_state)
-        common = {"swa_page_size": self._settings.page_size, "ratios": RATIOS, "ring_sizes": self._settings.ring_sizes}
+        common: _Common = {
+            "swa_page_size": self._settings.page_size,
+            "ratios": RATIOS,
+            "ring_sizes": self._settings.ring_sizes,
+        }
         hotplan.plan_step_prefill(rows, *tables, one, one, num_q_tokens=1, **common)
         hotplan.plan_step_decode(rows, *tables, one.to(self._device), **common)
         self._synchronize()
@@ -97,7 +109,7 @@ class PlanBuilder:
         if step.kind == "decode":
             if s.pad_decode:
                 rows, seq = (_padded(a, value) for a, value in ((rows, PADDING_ROW), (seq, 1)))
-            lengths = (seq,)
+            lengths: tuple[np.ndarray, ...] = (seq,)
         else:
             options |= {"num_q_tokens": step.tokens, "use_cuda_graph": step.kind == "verify"}
             lengths = (seq, extend)

@@ -74,7 +74,8 @@ class TokenIds:
     def of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Ids of tokens; negative positions give the id of position 0."""
         positions = np.maximum(positions, 0)
-        return self._tags[rows, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        ids: np.ndarray = self._tags[rows, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        return ids
 
 
 class RingModel:
@@ -213,19 +214,20 @@ class StepChecker:
             for page in request.pages[prefix // page_size : (seq - 1) // page_size + 1]:
                 check(pool.holders(page) == 1, f"request {request.index}: writes to page {page}, which others hold")
             self._next[request.index] = (request.admissions, prefix + int(step.accepted[i]))
-        request = np.repeat(np.arange(len(step.rows)), step.extend)
-        j = np.arange(len(request)) - np.repeat(np.cumsum(step.extend) - step.extend, step.extend)
-        rows, position = step.rows[request], step.prefix[request] + j
+        owner = np.repeat(np.arange(len(step.rows)), step.extend)  # of every token, as an index of the step
+        j = np.arange(len(owner)) - np.repeat(np.cumsum(step.extend) - step.extend, step.extend)
+        rows, position = step.rows[owner], step.prefix[owner] + j
         slots = table[rows, position]
         check(len(np.unique(slots)) == len(slots), "two tokens are computed in one slot")
-        self._slots[slots] = np.where(j < step.accepted[request], self._ids.of(rows, position), _REJECTED)
+        self._slots[slots] = np.where(j < step.accepted[owner], self._ids.of(rows, position), _REJECTED)
 
     def _use(self, step: Step, built: Built) -> None:
         for ratio, ring in self._rings.items():
-            if step.kind == "decode":
-                ring.decode(step, decode_rows(built.plans[ratio])[: len(step.rows)])
+            plan = built.plans[ratio]
+            if isinstance(plan, torch.Tensor):
+                ring.decode(step, decode_rows(plan)[: len(step.rows)])
             else:
-                compress, write = compress_rows(built.plans[ratio].compress), write_rows(built.plans[ratio].write)
+                compress, write = compress_rows(plan.compress), write_rows(plan.write)
                 ring.prefill(step, compress[valid(compress)], write[valid(write)])
 
 

@@ -116,7 +116,8 @@ class ResidencyChecker:
         rows = len(launch.requests)
         expected = {name: tensor[:rows] for name, tensor in self._outputs.items()}
         stats = torch.zeros(2, dtype=torch.int64)
-        options, tables, states = launch.options(), self._tables, self._requests
+        options = launch.options() | expected
+        tables, states = self._tables, self._requests
         if launch.pages is not None:
             options |= {"source_block_table": launch.pages.cpu(), "request_ids": launch.requests}
         else:  # launch row r is the operator's request r
@@ -133,7 +134,6 @@ class ResidencyChecker:
                 request_state_indices=states,
                 stats=stats,
                 **options,
-                **expected,
             )
         got = {name: getattr(self._hot, name)[:rows].cpu() for name in expected}
         for name in _OUTPUTS:
