@@ -40,6 +40,15 @@ def by_device(load: Callable[[str], Operators]) -> Callable[[str, Any], Operator
     return operators
 
 
+def require_no_capture(name: str) -> None:
+    """Before a check of what lies on the GPU."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name}: expected no check of what lies on the GPU (check=True, HOTPLAN_CHECK) while a CUDA graph is "
+            "captured, because it waits for the GPU"
+        )
+
+
 def _is_traced(tensor: Any) -> bool:
     """Whether a tensor only stands for one, as torch's fake and functional tensors do."""
     kind = type(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from graphs import captured
 from hypothesis import given, settings
 from strategies import (
     SERVER_GEOMETRIES,
@@ -291,7 +292,9 @@ def test_checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=expected):
         ours(bad, "prefill")
     ours(bad, "prefill", check=False)
-    monkeypatch.setenv("HOTPLAN_CHECK", "0")
+    with pytest.raises(ValueError, match=r"check: expected no check .* while a CUDA graph is captured"):
+        captured(lambda: ours(good, "prefill"))
+    monkeypatch.setenv("HOTPLAN_CHECK", "off")
     ours(bad, "prefill")
 
 

@@ -159,6 +159,10 @@ def test_empty_launches(rows: int, top_k: int) -> None:
     plan = hisparse.plan_swap_in(*arguments)
     assert plan.plan.shape == (rows, top_k, 16)
     assert plan.counts.tolist() == [0] * rows
+    if top_k == 0:
+        for module in (hisparse, reference):
+            old = hisparse.SwapPlan(plan.plan, torch.full((rows,), POISON, dtype=torch.int32), plan.hot_indices)
+            assert module.plan_swap_in(*arguments, out=old).counts.tolist() == [0] * rows
     hisparse.gather_planned(bench.host_cache, bench.hot_cache, plan.plan, plan.counts)
 
 

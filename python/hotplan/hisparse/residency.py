@@ -19,7 +19,8 @@ Common to all:
   contiguous inside a block; the stride of blocks is free.
 * No synchronisation, no allocation except for results: safe under CUDA-graph capture, on the caller's current stream.
 * Index values on a GPU are not checked, since that takes a synchronisation; whatever they are, nothing outside the
-  tensors is read or written. With ``HOTPLAN_CHECK=1`` a call with the union rule synchronises and raises for unions
+  tensors is read or written. A call without launch rows or columns writes nothing, not even counts (but those of a
+  plan). With ``HOTPLAN_CHECK=1`` a call with the union rule synchronises and raises for unions
   that are too long or too large, as CPU calls always do.
 * ``TypeError`` for a wrong type or dtype, ``ValueError`` for a wrong device, shape, stride or value; both name the
   argument, what was expected and what came.
@@ -27,14 +28,14 @@ Common to all:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hotplan import jit
-from hotplan._backend import by_device
+from hotplan._backend import by_device, require_no_capture
+from hotplan._switches import is_on
 from hotplan.plans import SwapPlan
 
 __all__ = [
@@ -70,7 +71,7 @@ _operators = by_device(_Operators)
 def _checks_unions(hot_cache: torch.Tensor, max_union_rows: int | None) -> bool:
     if max_union_rows is None or not getattr(hot_cache, "is_cuda", False):
         return False
-    return os.environ.get("HOTPLAN_CHECK", "0") not in ("", "0")
+    return is_on("HOTPLAN_CHECK")
 
 
 def _check_unions(
@@ -90,6 +91,7 @@ def _check_unions(
     resident_null_block: int,
 ) -> None:
     """The checked mode: what decides about unions, on the CPU. The hot cache's memory there is never touched."""
+    require_no_capture("max_union_rows")
 
     def cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.cpu()
@@ -303,11 +305,9 @@ def plan_swap_in(
         resolved_global_indices, valid_counts, resident_block_table, resident_block_size, resident_null_block, plan,
         counts, hot_indices,
     )  # fmt: skip
-    if out is not None:
-        return SwapPlan(plan, counts, hot_indices)
-    result = SwapPlan(*new)
+    result = SwapPlan(*new) if out is None else SwapPlan(plan, counts, hot_indices)
     if result.plan.shape[1] == 0:
-        result.counts.zero_()  # no kernel ran
+        result.counts.zero_()  # no kernel ran, and a plan's counts are those of the plan
     return result
 
 

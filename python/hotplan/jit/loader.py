@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hotplan._switches import is_on
 from hotplan.jit import cache
 from hotplan.jit.compile import CompileError, compile_library
 from hotplan.jit.key import Recipe, make_recipe
@@ -106,7 +107,7 @@ def build(
 
 
 def strict() -> bool:
-    return os.environ.get("HOTPLAN_STRICT", "").lower() not in ("", "0", "false", "no", "off")
+    return is_on("HOTPLAN_STRICT")
 
 
 def build_command(recipe: Recipe, cache_dir: Path) -> str:

@@ -20,13 +20,13 @@ with CPU tensors.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from hotplan._switches import wants_check
 from hotplan.plans import COMPRESS_ROW, DECODE_ROW, WRITE_ROW, PrefillPlan, invalid_rows
 
 _WINDOW = {4: 8, 128: 128}
@@ -836,9 +836,10 @@ def _read_tokens(
     _check_tensor("extend_lens", extend_lens, torch.int64, [batch], seq_lens.device)
     if batch > _MAX_BATCH:
         raise ValueError(f"req_pool_indices: expected at most {_MAX_BATCH} requests, got {batch}")
+    wanted = wants_check(check)
     checked = seq_lens.device.type == "cpu" and not unchecked
     seq, extend = seq_lens.tolist(), extend_lens.tolist()
-    if num_q_tokens > 0 and (checked or _wants_check(check)):
+    if num_q_tokens > 0 and (checked or wanted):
         for i, (s, e) in enumerate(zip(seq, extend, strict=True)):
             if not 0 < e <= s <= _INT32_MAX:
                 raise ValueError(
@@ -855,17 +856,11 @@ def _read_decode_lengths(
 ) -> np.ndarray:
     _check_lengths_tensor("seq_lens", seq_lens, batch, req_pool_indices.device)
     seq = seq_lens.cpu().numpy()
-    if (seq_lens.device.type == "cpu" and not unchecked) or _wants_check(check):
+    if wants_check(check) or (seq_lens.device.type == "cpu" and not unchecked):
         for i, s in enumerate(seq.tolist()):
             if not 1 <= s <= _INT32_MAX:
                 raise ValueError(f"seq_lens: expected 0 < seq < 2**31, got seq={s} for request {i}")
     return seq
-
-
-def _wants_check(check: bool | None) -> bool:
-    if check is None:
-        return os.environ.get("HOTPLAN_CHECK", "") not in ("", "0")
-    return bool(check)
 
 
 def _read_active(active: int | torch.Tensor, batch: int, device: torch.device) -> int:

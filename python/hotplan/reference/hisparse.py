@@ -757,6 +757,8 @@ def plan_swap_in(
         swap_device_physical_rows=lists[1],
         swap_counts=counts,
     )
+    if shape[1] == 0:
+        counts.zero_()  # nothing is resolved, but a plan's counts are those of the plan
     rows = invalid_rows(SWAP_ROW, shape[0] * shape[1])
     for first_row, loads in _resolve(arguments):
         start = first_row * shape[1]
