@@ -193,13 +193,10 @@ def integrations() -> None:
 
 def mistakes(t: T, plan: PrefillPlan, buffer: HotBuffer) -> None:
     c, h = hotplan, hisparse
-    c.plan_compress_prefill(
-        t, t, t, t, t, num_q_tokens="8", compress_ratio=4, swa_page_size=4, ring_size=4
-    )  # error: arg-type
+    # fmt: off
+    c.plan_compress_prefill(t, t, t, t, t, num_q_tokens="8", compress_ratio=4, swa_page_size=4, ring_size=4)  # error: arg-type
     c.plan_compress_prefill(t, t, t, t, t, num_q_tokens=8, compress_ratio=4, swa_page_size=4)  # error: call-arg
-    c.plan_compress_prefill(
-        t, t, t, t, t, num_q_tokens=8, compress_ratio=4, swa_page_size=4, ring_size=4, out=t
-    )  # error: arg-type
+    c.plan_compress_prefill(t, t, t, t, t, num_q_tokens=8, compress_ratio=4, swa_page_size=4, ring_size=4, out=t)  # error: arg-type
     c.plan_compress_decode(t, t, t, t, compress_ratio=4, swa_page_size=4, ring_size=4, out=plan)  # error: arg-type
     c.plan_compress_prefill_legacy(t, t, [8], num_q_tokens=8, compress_ratio=4)  # error: arg-type
     c.plan_compress_decode_legacy(t, t, compress_ratio=4.0)  # error: arg-type

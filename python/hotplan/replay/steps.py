@@ -129,11 +129,10 @@ class PlanBuilder:
             def empty(width: int) -> torch.Tensor:
                 return torch.empty((rows, width), dtype=torch.uint8, device=self._device)
 
-            self._outputs[kind, rows] = (
-                {ratio: empty(16) for ratio in RATIOS}
-                if kind == "decode"
-                else {ratio: PrefillPlan(empty(16), empty(8)) for ratio in RATIOS}
-            )
+            if kind == "decode":
+                self._outputs[kind, rows] = {ratio: empty(16) for ratio in RATIOS}
+            else:
+                self._outputs[kind, rows] = {ratio: PrefillPlan(empty(16), empty(8)) for ratio in RATIOS}
         return self._outputs[kind, rows]
 
     def _synchronize(self) -> None:

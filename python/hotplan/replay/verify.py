@@ -216,10 +216,10 @@ class StepChecker:
             self._next[request.index] = (request.admissions, prefix + int(step.accepted[i]))
         owner = np.repeat(np.arange(len(step.rows)), step.extend)  # of every token, as an index of the step
         j = np.arange(len(owner)) - np.repeat(np.cumsum(step.extend) - step.extend, step.extend)
-        rows, position = step.rows[owner], step.prefix[owner] + j
-        slots = table[rows, position]
+        rows, positions = step.rows[owner], step.prefix[owner] + j
+        slots = table[rows, positions]
         check(len(np.unique(slots)) == len(slots), "two tokens are computed in one slot")
-        self._slots[slots] = np.where(j < step.accepted[owner], self._ids.of(rows, position), _REJECTED)
+        self._slots[slots] = np.where(j < step.accepted[owner], self._ids.of(rows, positions), _REJECTED)
 
     def _use(self, step: Step, built: Built) -> None:
         for ratio, ring in self._rings.items():
