@@ -126,6 +126,8 @@ class HotBuffer:
 
     Attributes:
         layers: layers of the group.
+        max_requests, max_rows, top_k, hot_slots, block_size, attention_block_stride, device: as given to the constructor,
+            ``max_rows`` and ``device`` resolved.
         caches: ``[layers, blocks, BS, width]`` on the device, the hot rows; ``caches[i]`` is what layer i's attention
             reads.
         block_table: int32 ``[max_requests, ceil(H / BS)]``, the hot pages of each request.
@@ -342,6 +344,12 @@ class HotBuffer:
 
     def gather(self, layer: int = 0) -> torch.Tensor:
         """Copy what the last step misses into ``caches[layer]``, and return that.
+
+        Args:
+            layer: in ``[0, layers)``.
+
+        Returns:
+            ``[blocks, BS, width]`` on the device, of the pool's dtype.
 
         Raises:
             TypeError, ValueError: there is no such layer.
