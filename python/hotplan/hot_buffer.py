@@ -126,7 +126,7 @@ class HotBuffer:
 
     Attributes:
         layers: layers of the group.
-        max_requests, max_rows, top_k, hot_slots, block_size, attention_block_stride, device: as given to the constructor,
+        max_requests, max_rows, top_k, hot_slots, block_size, attention_block_stride, device: as given when it was made,
             ``max_rows`` and ``device`` resolved.
         caches: ``[layers, blocks, BS, width]`` on the device, the hot rows; ``caches[i]`` is what layer i's attention
             reads.
