@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import json
 import os
 import shlex
 import subprocess
@@ -173,6 +174,45 @@ def results(directory: Path = RESULTS) -> str:
             raise ValueError(f"{path}: no rows")
         parts.append(f"## {path.name}\n\n{report.markdown(meta, rows)}")
     return "\n".join(parts)
+
+
+def inside_sglang() -> str:
+    """SGLang's time and ours for every function that the plugin serves. docs/sglang.md has it as text, since it is read
+    outside the site, too; a test compares them."""
+    lines: list[tuple[str, str, float, float]] = []
+
+    def add(
+        file: str,
+        section: str,
+        function: str | None = None,
+        form: str = "{plans}",
+        metric: str = "graph",
+        plans: str = "",
+    ) -> None:
+        for line in (RESULTS / file).read_text().splitlines()[1:]:
+            row = json.loads(line)
+            if section not in row["section"] or row["metric"] != metric or plans not in row["plans"]:
+                continue
+            case = form.format(case=row["case"], plans=row["plans"])
+            lines.append((function or row["case"], case, row["peer"]["median"], row["ours"]["median"]))
+
+    add("h200_sglang.jsonl", "Inside SGLang's loop")
+    spec, transfer = "load_cache_to_device_buffer_spec_mla", "transfer_cache_dsv4_mla"
+    add(
+        "h200_device_buffer.jsonl",
+        "4 speculative steps",
+        spec,
+        "4 steps; requests, misses of each: {case}; {plans} bytes",
+    )
+    add("h200_device_buffer.jsonl", "Transfer of 43 layers", transfer, "{case} items of 43 layers, {plans}")
+    for kind in ("legacy", "online"):
+        name, form = f"CompressorPrefillPlan.generate_{kind}", "{case} tokens, {plans}, host time"
+        add("h200_compress.jsonl", "Beyond the goals", name, form, "wall", f"{kind}, CPU lengths")
+    head = "| function | case | SGLang us | hotplan us | ratio |\n|---|---|---:|---:|---:|\n"
+    return head + "".join(
+        f"| {function} | {case} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} |\n"
+        for function, case, theirs, ours in sorted(lines, key=lambda line: line[0])
+    )
 
 
 def makers(images: Path) -> dict[str, Callable[[], str]]:

@@ -79,9 +79,9 @@ def test_a_child_keeps_no_lock_of_a_parent_that_dies(family: Family, slow: tuple
         building_thread(family, started)
         child = os.fork()
         if child == 0:
+            os.write(seen[1], str(os.getpid()).encode())  # not before fork has ended here
             time.sleep(60)
             os._exit(0)
-        os.write(seen[1], str(child).encode())
         time.sleep(60)
 
     process = in_child(parent)

@@ -76,14 +76,15 @@ def ask_for_kernels(wheel: sglang_modules.Wheel) -> None:
 
 RESULTS: list[report.Row] = []
 LOOP, HOOKS = "Inside SGLang's loop, GPU time of a call", "Host time of a call through a hook"
+CPU_LENGTHS = "Host time of a call with lengths on the CPU, where SGLang wants them"
 
 
 def record(section: str, target: str, case: str, ours: timing.Stats, peer: timing.Stats, peer_name: str) -> None:
     """One line for a reader, and a row of the results."""
     RESULTS.append(
         report.make_row(
-            section, target, case, "wall" if section == HOOKS else "graph", ours.as_dict(), peer.as_dict(),
-            peer_name=peer_name, checked="SGLang" if section == LOOP else "reference", columns=["function", "case"],
+            section, target, case, "graph" if section == LOOP else "wall", ours.as_dict(), peer.as_dict(),
+            peer_name=peer_name, checked="reference" if section == HOOKS else "SGLang", columns=["function", "case"],
         )
     )  # fmt: skip
     print(f"\n{target}, {case}: {ours.median:.2f} us, {peer_name} {peer.median:.2f}", end="")
@@ -889,16 +890,27 @@ def test_times_of_plans(ring: str, function: str, name: str, wheel: sglang_modul
     if function == "generate_legacy":
         call["compress_ratio"] = case.geometry.compress_ratio
     kind = "Decode" if extend == 1 else "Prefill"
+    on_cpu = (
+        kind == "Prefill" and function != "generate"
+    )  # SGLang's: legacy takes no other lengths, online waits for them
     if kind == "Prefill":
-        call |= {"extend_lens": case.extend_lens, "num_q_tokens": lengths.num_q_tokens, "use_cuda_graph": True}
+        call |= {"extend_lens": case.extend_lens, "num_q_tokens": lengths.num_q_tokens}
+        if function == "generate":
+            call["use_cuda_graph"] = True
         if function == "generate_legacy":
             call["device"] = torch.device(DEVICE)
+    if on_cpu:
+        call |= {name: call[name].cpu() for name in ("seq_lens", "extend_lens")}
     calls = {who: partial(functions[f"{kind}.{function}"], **call) for who, functions in both_plans(wheel).items()}
     # SGLang's rows are in the order in which its threads came.
     theirs, ours = ([sorted(map(bytes, rows.cpu().numpy())) for rows in made()[1:3]] for made in calls.values())
     assert ours == theirs
-    ratio = ring.partition(",")[0]
-    record_gpu_times(f"Compressor{kind}Plan.{function}", f"{ratio}, {name}, {extend} tokens each", calls)
+    target, name = f"Compressor{kind}Plan.{function}", f"{ring.partition(',')[0]}, {name}, {extend} tokens each"
+    if not on_cpu:
+        record_gpu_times(target, name, calls)
+        return
+    wall = {who: timing.wall_time(call, sync=torch.cuda.synchronize) for who, call in calls.items()}
+    record(CPU_LENGTHS, target, name, wall["hotplan"], wall["SGLang"], "SGLang")
 
 
 # ------------------------------------------------------------------------------------------------- processes of their own

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hotplan import plans
+from hotplan.integrations import sglang
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -150,6 +151,16 @@ def test_every_command_is_shown(made: types.ModuleType) -> None:
     assert shown == [*groups, *(f"hotplan cache {name}" for name in ("clear", "info", "prune")), "hotplan doctor"]
     assert text.count("Usage: ") == len(shown)
     assert "--hot-sizes" in text
+
+
+def test_the_times_inside_sglang_are_those_of_the_results(made: types.ModuleType) -> None:
+    page = (DOCS / "sglang.md").read_text()
+    shown = re.search(r"<!-- table: inside SGLang -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert shown
+    assert shown[1] == made.inside_sglang()
+    functions = {target.split(".")[-1] for family in sglang._TARGETS.values() for target in family}
+    named = {row.split(" | ")[0].removeprefix("| ").split(".")[-1] for row in shown[1].splitlines()[2:]}
+    assert functions <= named
 
 
 def test_every_result_file_is_shown(made: types.ModuleType, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 /// 48 GB/s times a round trip of 1.3 us, is 63 KB for the whole GPU. A row of 576 bytes is 36 pieces of 16, so that 28
 /// of 32 lanes are idle in its second step. Both ways to fill them were slower, because the reads of a row must be
 /// close in time: host memory is far larger than what the GPU's address translation holds. 128 requests at 10 % of
-/// misses took 390 us this way, 414 with all lanes counting through the pieces of all rows, and 425 with the ends of
+/// misses took 391 us this way, 414 with all lanes counting through the pieces of all rows, and 425 with the ends of
 /// several rows in one step (benchmark/NOTES.md).
 #pragma once
 

@@ -738,9 +738,9 @@ def plan_swap_in(
     device = global_indices.device
     if out is None:
         out = SwapPlan(
-            torch.empty((*shape, SWAP_ROW.itemsize), dtype=torch.uint8, device=device),
+            torch.zeros((*shape, SWAP_ROW.itemsize), dtype=torch.uint8, device=device),
             torch.zeros(shape[:1], dtype=torch.int32, device=device),
-            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
         )
     plan, counts, hot_indices = out
     check_tensor("out.plan", plan, (torch.uint8,), (3,))
@@ -749,7 +749,7 @@ def plan_swap_in(
     check_contiguous("out.plan", plan)
     check_tensor("out.counts", counts, (torch.int32,), (1,))
     check_shape("out.counts", counts, shape[:1], "[R]")
-    lists = torch.empty((2, *shape), dtype=torch.int32, device=device)
+    lists = torch.zeros((2, *shape), dtype=torch.int32, device=device)
     arguments = _check_resolve(
         **options,
         hot_indices=hot_indices,
