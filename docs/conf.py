@@ -48,6 +48,7 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|tvm_ffi|collections|pathlib|os|typing)\..*"),
     ("py:.*", r"Tensor|Path|Any|Mapping|Sequence|Iterable|Callable|_Packed"),
+    ("py:.*", r"hotplan\.hisparse\.device_buffer\._SpecState"),
 ]
 
 _log = logging.getLogger(__name__)
