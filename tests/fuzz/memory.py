@@ -209,7 +209,9 @@ class Arena:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes on the CPU: unlike numbers, they are equal to themselves."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    # Not contiguous(): one element may keep any stride.
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return whole.view(-1).view(torch.uint8)
 
 
 def _in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
