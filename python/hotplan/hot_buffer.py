@@ -14,11 +14,12 @@ __all__ = ["HitStats", "HotBuffer"]
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """NumPy's ints are fine; a tensor of one is not, since it indexes otherwise and may lie on the GPU."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or isinstance(value, (bool, torch.Tensor)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"a number in [{low}, {high}]"

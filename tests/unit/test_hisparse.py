@@ -566,6 +566,7 @@ def test_hot_buffer_errors() -> None:
         (lambda: hot.resolve(ids, layer=3), ValueError, r"layer: expected a number in \[0, 2\], got 3"),
         (lambda: hot.gather(3), ValueError, r"layer: expected a number in \[0, 2\], got 3"),
         (lambda: hot.gather("0"), TypeError, "layer: expected an int, got str"),
+        (lambda: hot.gather(torch.tensor([1])), TypeError, "layer: expected an int, got Tensor"),
         (lambda: hot.invalidate([0, 1], [5]), ValueError, "host_rows: expected one for each of 2 requests, got 1"),
         (lambda: hot.invalidate([0], [2**70]), TypeError, "host_rows: expected a tensor or a sequence of ints"),
         (lambda: hot.invalidate(None, [5]), TypeError, "requests: expected a tensor or a sequence of ints, got None"),
