@@ -21,9 +21,11 @@ _SIGNATURE = re.compile(
 )
 
 # torch hands no such tensor to anybody (without memory, sparse, quantized), and a machine without a GPU has no device 0.
+# tvm-ffi 0.1.11 takes no int of more than 64 bits.
 _TORCH_REFUSES = re.compile(
     r"Cannot pack tensors on|Tensor that doesn't have storage|not supported by dlpack"
     r"|Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs|accelerator device when none|CUDA out of memory"
+    r"|Python int too large"
 )
 # What the reference does not look at: alignment, strides of the compress plans' arguments, what stands for a number, a
 # flag or a list of numbers.
