@@ -31,6 +31,7 @@ _TORCH_REFUSES = re.compile(
 # flag or a list of numbers.
 _STRICTER = re.compile(
     r"expected (data aligned to|a contiguous tensor|strides)|got another type|expected a bool|a tuple or a list of ints"
+    r"|Python int too large"
 )
 
 Guarded = Callable[[Arena], AbstractContextManager[Any]]
