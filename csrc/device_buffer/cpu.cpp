@@ -118,7 +118,8 @@ class Resolver {
         p_.miss_src[row * p_.plan_stride + m] = src;
         p_.miss_dst[row * p_.plan_stride + m] = dst;
       }
-      if (dst >= 0 && !p_.skip_io) copy_item(p_.items, src, dst);
+      // Once more: a row of the host that was one may lie where the LRU or a token has been written.
+      if (!p_.skip_io && is_copy(p_.items, src, dst)) copy_item(p_.items, src, dst);
     }
     return misses;
   }

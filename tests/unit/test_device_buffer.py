@@ -271,6 +271,20 @@ def test_skip_io(kind: str) -> None:
             assert torch.equal(full.memory[name], probe.memory[name]), name
 
 
+@pytest.mark.parametrize("kind", ["linear", "dsv4"])
+def test_tables_that_the_call_overwrites_lead_nowhere(kind: str) -> None:
+    """An LRU in the memory of the host's rows: what they say has changed once the LRU is written."""
+    case = make_case(kind, seed=1, top_k=32, hot_slots=33, rows=1)
+    bench = Bench(case)
+    step = random_step(case, np.random.default_rng(1), lengths=np.array([case.max_tokens]))
+    bench.prepare(step)
+    arguments = bench.arguments(step)
+    shape = arguments["lru_slots"].shape
+    slots = arguments["host_cache_locs"].view(torch.int16).flatten()[: shape.numel()].view(shape)
+    bench.operator(hisparse)(**arguments | {"lru_slots": slots})
+    assert slots.sort(dim=1).values[int(step.req_pool_indices[0])].tolist() == list(range(case.hot_slots))
+
+
 def test_hints_change_nothing() -> None:
     case = make_case("linear", seed=5)
     step = random_step(case, np.random.default_rng(5), short=0.0)
