@@ -45,9 +45,6 @@ __all__ = [
     "plan_step_prefill",
 ]
 
-# A tensor of `out`, or None, which asks an operator for a new one. `out` says which, and no checker follows that.
-_Given = Any
-
 
 class _Operators:
     """The exported functions of one backend's module, looked up once."""
@@ -81,7 +78,10 @@ def _check(
     num_q_tokens: int = 0,
 ) -> None:
     """The checked mode for lengths on the GPU; those on the CPU are checked in any case."""
-    if not wants_check(check) or not getattr(seq_lens, "is_cuda", False):
+    on_gpu = getattr(seq_lens, "is_cuda", False)
+    if check is None and not on_gpu:  # no need to ask the environment
+        return
+    if not wants_check(check) or not on_gpu:
         return
     require_no_capture("check")
     ops.check_lengths(seq_lens.cpu(), None if extend_lens is None else extend_lens.cpu(), num_q_tokens)
@@ -139,9 +139,7 @@ def plan_compress_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress: _Given
-    write: _Given
-    compress, write = (None, None) if out is None else _pair_of(out)
+    compress, write = _pair_of(out)
     new = ops.paged_prefill(
         req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, compress, write,
         num_q_tokens, compress_ratio, swa_page_size, ring_size, use_req_ring, write_pad, use_cuda_graph,
@@ -215,9 +213,7 @@ def plan_compress_prefill_legacy(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress: _Given
-    write: _Given
-    compress, write = (None, None) if out is None else _pair_of(out)
+    compress, write = _pair_of(out)
     new = ops.legacy_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, compress_ratio, use_cuda_graph
     )
@@ -280,9 +276,7 @@ def plan_online_prefill(
     """
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
-    compress: _Given
-    write: _Given
-    compress, write = (None, None) if out is None else _pair_of(out)
+    compress, write = _pair_of(out)
     new = ops.online_prefill(
         req_pool_indices, seq_lens, extend_lens, compress, write, num_q_tokens, state_slot_offset, use_cuda_graph
     )
@@ -346,9 +340,7 @@ def plan_online_verify(
         TypeError, ValueError: see the module's description.
     """
     ops = _operators("req_pool_indices", req_pool_indices)
-    compress: _Given
-    write: _Given
-    compress, write = (None, None) if out is None else _pair_of(out)
+    compress, write = _pair_of(out)
     is_tensor = isinstance(active_batch_size, torch.Tensor)
     new = ops.online_verify(
         req_pool_indices, prefix_lens, active_batch_size if is_tensor else None, compress, write,
@@ -397,20 +389,13 @@ def plan_step_prefill(
             req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens,
             num_q_tokens=num_q_tokens, compress_ratio=ratios[0], swa_page_size=swa_page_size, ring_size=ring_sizes[0],
             use_req_ring=_ring_of(use_req_ring, ratios[0]), use_cuda_graph=use_cuda_graph, write_pad=pads[0],
-            check=check, out=None if out is None else _out_of(out, ratios[0]),
+            check=check, out=_out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens, extend_lens, num_q_tokens)
     first, second = ratios
-    c0: _Given
-    w0: _Given
-    c1: _Given
-    w1: _Given
-    if out is None:
-        c0 = w0 = c1 = w1 = None
-    else:
-        (c0, w0), (c1, w1) = _pair_of(_out_of(out, first)), _pair_of(_out_of(out, second))
+    (c0, w0), (c1, w1) = _pair_of(_out_of(out, first)), _pair_of(_out_of(out, second))
     new = ops.paged_prefill_pair(
         req_pool_indices, req_to_token, full_to_state, seq_lens, extend_lens, c0, w0, c1, w1,
         num_q_tokens, swa_page_size, use_req_ring,
@@ -455,15 +440,13 @@ def plan_step_decode(
             req_pool_indices, req_to_token, full_to_state, seq_lens,
             compress_ratio=ratios[0], swa_page_size=swa_page_size, ring_size=ring_sizes[0],
             use_req_ring=_ring_of(use_req_ring, ratios[0]), check=check,
-            out=None if out is None else _out_of(out, ratios[0]),
+            out=_out_of(out, ratios[0]),
         )  # fmt: skip
         return {ratios[0]: plan}
     ops = _operators("req_pool_indices", req_pool_indices)
     _check(ops, check, seq_lens)
     first, second = ratios
-    d0: _Given
-    d1: _Given
-    d0, d1 = (None, None) if out is None else (_out_of(out, first), _out_of(out, second))
+    d0, d1 = _out_of(out, first), _out_of(out, second)
     new = ops.paged_decode_pair(
         req_pool_indices, req_to_token, full_to_state, seq_lens, d0, d1,
         swa_page_size, use_req_ring, first, ring_sizes[0], second, ring_sizes[1],
@@ -498,7 +481,12 @@ def _ring_of(use_req_ring: bool, ratio: int) -> bool:
     return False if ratio != 4 and isinstance(use_req_ring, int) else use_req_ring
 
 
-def _out_of(out: Mapping[int, Any], ratio: int) -> Any:
+# What `out` gives: tensors, or None, which asks an operator for new ones. No checker follows which it is.
+
+
+def _out_of(out: Mapping[int, Any] | None, ratio: int) -> Any:
+    if out is None:
+        return None
     try:
         plan = out[ratio]
     except KeyError:
@@ -510,7 +498,9 @@ def _out_of(out: Mapping[int, Any], ratio: int) -> Any:
     return plan
 
 
-def _pair_of(out: PrefillPlan | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair_of(out: PrefillPlan | tuple[torch.Tensor, torch.Tensor] | None) -> tuple[Any, Any]:
+    if out is None:
+        return None, None
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected (compress, write), got {type(out).__name__}")
     if len(out) != 2:

@@ -106,14 +106,17 @@ def _check_unions(
     )  # fmt: skip
 
 
-def _three_of(out: SwapPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _three_of(out: SwapPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> tuple[Any, Any, Any]:
+    """Tensors, or None, which asks the operator for new ones. No checker follows which it is."""
+    if out is None:
+        return None, None, None
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected (plan, counts, hot_indices), got {type(out).__name__}")
     if len(out) != 3:
         raise ValueError(f"out: expected (plan, counts, hot_indices), got {len(out)} tensors")
     if any(tensor is None for tensor in out):  # below, None asks for a new tensor
         raise TypeError("out: expected (plan, counts, hot_indices), got None for one of them")
-    return tuple(out)
+    return out[0], out[1], out[2]
 
 
 def resolve_residency(
@@ -294,10 +297,7 @@ def plan_swap_in(
             request_state_indices, max_union_rows, request_ids, source_block_table, source_block_size,
             resident_block_table, resident_block_size, resident_null_block,
         )  # fmt: skip
-    plan: Any  # tensors, or None where new ones are asked for: `out` says which, and no checker follows that
-    counts: Any
-    hot_indices: Any
-    plan, counts, hot_indices = (None, None, None) if out is None else _three_of(out)
+    plan, counts, hot_indices = _three_of(out)
     new = _operators("hot_cache", hot_cache).plan_swap_in(
         host_cache, hot_cache, hot_block_table, global_indices, device_global_indices, lru_slots,
         request_state_indices, region_stride, max_union_rows, miss_mask, stats, attention_indices,
