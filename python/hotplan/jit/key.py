@@ -78,6 +78,11 @@ def _split_arch(arch: str) -> tuple[int, int, str]:
     return int(found[1]), int(found[2]), found[3]
 
 
+def label_of(family: str, backend: str, archs: tuple[str, ...]) -> str:
+    """A module as messages call it."""
+    return f"{family} ({' '.join([backend, *archs])})"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One build, decided but not made. `missing` holds the message about a compiler that is not there."""
@@ -103,7 +108,7 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        return f"{self.family} ({' '.join([self.backend, *self.archs])})"
+        return label_of(self.family, self.backend, self.archs)
 
     def differences(self, parts: dict[str, Any], shipped: bool = False) -> dict[str, str]:
         """Why a library built from `parts` does not serve: the part -> what about it, in words.

@@ -24,7 +24,7 @@ class Module:
 
     @property
     def label(self) -> str:
-        return f"{self.family} ({' '.join([self.backend, *self.archs])})"
+        return key.label_of(self.family, self.backend, self.archs)
 
 
 @dataclass(frozen=True)
