@@ -25,8 +25,7 @@ void copy_item(const Items& items, int64_t src, int64_t dst) {
     if (items.paged) {
       copy_paged(items.device[i], dst, items.host[i], src);
     } else {
-      std::memcpy(
-          items.device[i] + item_offset(items, dst, 0), items.host[i] + item_offset(items, src, 0), items.item_bytes);
+      std::memcpy(items.device[i] + dst * items.item_bytes, items.host[i] + src * items.item_bytes, items.item_bytes);
     }
   }
 }

@@ -103,11 +103,6 @@ HOTPLAN_HD int64_t paged_offset(int64_t row, uint32_t byte) {
          (byte < kValueBytes ? slot * kValueBytes + byte : kScalesAt + slot * kScaleBytes + (byte - kValueBytes));
 }
 
-/// Offset of byte `byte` of item `row` in either of an item's pools.
-HOTPLAN_HD int64_t item_offset(const Items& items, int64_t row, uint32_t byte) {
-  return items.paged ? paged_offset(row, byte) : row * items.item_bytes + byte;
-}
-
 /// Bytes of an item in all its pools: in a copy they count through the first pool, then the second.
 HOTPLAN_HD uint32_t copied_bytes(const Items& items) {
   return items.item_bytes * (items.host[1] != nullptr ? 2 : 1);
