@@ -55,8 +55,7 @@ Status launch_load(const SwapInParams& p, const SetPlan& plan, const Device& d, 
   set.vector_held = whole_slots && can_vectorize(p.tokens, p.buffer_stride * 4, 4 * kSlotPack);
   if (plan.span != Span::kWide) {
     set.cluster_log2 = hisparse::cluster_for(p.rows, d);
-    const uint32_t shared_bytes = hisparse::divide_sets(Request<kSteps>::shape(p), d, set);
-    LaunchKernel kernel(p.rows << set.cluster_log2, kResolveThreads, stream, shared_bytes);
+    LaunchKernel kernel(p.rows << set.cluster_log2, kResolveThreads, stream, set.layout.bytes);
     if (set.cluster_log2 != 0) kernel.enable_cluster(1u << set.cluster_log2);
     if constexpr (!kSteps) {
       if (plan.span == Span::kTile) return kernel(load_kernel<false, Span::kTile>, p, launch);

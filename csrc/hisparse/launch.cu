@@ -44,10 +44,12 @@ Route choose_route(const ResolveParams& p, bool copy, const Device& d) {
   r.set = plan_set(Residency::shape(p), d.shared_bytes);
   const bool wide = r.set.span == Span::kWide;
   if (wide) r.wide_bytes = static_cast<int64_t>(r.set.layout.bytes) * min_of(p.rows, kWideBlocks);
-  const uint32_t sets = div_ceil(p.rows, Residency::max_rows(p));
-  if (!wide) r.cluster_log2 = cluster_for(sets, d);
   if (!copy) return r;
-  r.fused = !wide && piece_bytes(p.caches) == 16 && (r.cluster_log2 > 0 || sets >= kEnoughProcessors);
+  const uint32_t sets = div_ceil(p.rows, Residency::max_rows(p));
+  if (!wide && piece_bytes(p.caches) == 16) {
+    r.cluster_log2 = cluster_for(sets, d);
+    r.fused = r.cluster_log2 > 0 || sets >= kEnoughProcessors;
+  }
   if (!r.fused && p.swap_host == nullptr) {
     r.owns_lists = true;
     r.list_bytes = (2 * static_cast<int64_t>(p.top_k.divisor) + 1) * p.rows * static_cast<int64_t>(sizeof(int32_t));
@@ -55,7 +57,7 @@ Route choose_route(const ResolveParams& p, bool copy, const Device& d) {
   return r;
 }
 
-Status launch_resolve(const ResolveParams& p, const Route& r, const Device& d, char* workspace, cudaStream_t stream) {
+Status launch_resolve(const ResolveParams& p, const Route& r, char* workspace, cudaStream_t stream) {
   ResolveLaunch launch{};
   SetLaunch& set = launch.set;
   set.cluster_log2 = r.cluster_log2;
@@ -70,8 +72,7 @@ Status launch_resolve(const ResolveParams& p, const Route& r, const Device& d, c
   set.workspace = workspace;
   set.layout = r.set.layout;
   if (r.set.span != Span::kWide) {
-    const uint32_t shared_bytes = divide_sets(Residency::shape(p), d, set);
-    LaunchKernel kernel(p.rows << r.cluster_log2, kResolveThreads, stream, shared_bytes);
+    LaunchKernel kernel(p.rows << r.cluster_log2, kResolveThreads, stream, set.layout.bytes);
     if (r.cluster_log2 != 0) kernel.enable_cluster(1u << r.cluster_log2);
     return kernel(r.set.span == Span::kTile ? resolve_kernel<Span::kTile> : resolve_kernel<Span::kLoop>, p, launch);
   }
@@ -111,7 +112,7 @@ Status resolve(ResolveParams p, bool copy, char* workspace, Queue queue) {
     p.swap_device = p.swap_host + entries;
     p.swap_counts = p.swap_device + entries;
   }
-  status = launch_resolve(p, r, d, workspace, queue.stream);
+  status = launch_resolve(p, r, workspace, queue.stream);
   if (status != 0 || !copy || r.fused) return status;
   GatherParams g{};
   g.caches = p.caches;

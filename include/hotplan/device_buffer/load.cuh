@@ -6,7 +6,7 @@
 #pragma once
 
 #include <hotplan/device_buffer/items.cuh>
-#include <hotplan/hisparse/divided.cuh>
+#include <hotplan/hisparse/resolver.cuh>
 
 namespace hotplan::device_buffer {
 
@@ -19,14 +19,10 @@ using hisparse::Span;
 
 /// Loads of a copy that a lane has under way: what fits its 64 registers, which depends on the architecture.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
-inline constexpr int kMostLoads = 4;
+inline constexpr int kLoadBatch = 4;
 #else
-inline constexpr int kMostLoads = 2;
+inline constexpr int kLoadBatch = 2;
 #endif
-template <bool kSteps, Span kSpan>
-inline constexpr int kLoadBatch = kSpan == Span::kWide ? 2
-                                  : kSteps             ? min_of(kMostLoads, 3)
-                                                       : kMostLoads;
 
 /// What a launch adds to the params.
 struct LoadLaunch {
@@ -87,10 +83,6 @@ struct Request {
     return p.locs + state * p.buffer_stride;
   }
 
-  __device__ __forceinline__ Request divided() const {
-    return *this;
-  }
-
   template <bool kShared>
   __device__ __forceinline__ void load_rows() const {
     const uint32_t rows = p.slots + asked_extra(p);
@@ -124,19 +116,18 @@ struct Request {
     return kSteps ? lengths[step] : length;
   }
 
-  template <uint32_t kPack>
-  __device__ __forceinline__ Pack<int32_t, kPack> tokens(uint32_t i) const {
+  __device__ __forceinline__ Pack<int32_t, kColumnPack> tokens(uint32_t i) const {
     const int32_t* const from = p.top_k + row * p.top_k_stride[0];
-    if (!kSteps && !p.blocks) return load_pack<kPack>(from, i, p.columns.divisor, launch.set.vector_columns);
+    if (!kSteps && !p.blocks) return load_pack<kColumnPack>(from, i, p.columns.divisor, launch.set.vector_columns);
     if (kSteps && launch.set.vector_columns) {  // a pack is of one step then
-      const uint32_t step = step_of(i * kPack);
+      const uint32_t step = step_of(i * kColumnPack);
       const int32_t* const of_step = from + step * p.top_k_stride[1] - static_cast<int64_t>(step) * p.columns.divisor;
-      return *reinterpret_cast<const Pack<int32_t, kPack>*>(of_step + i * kPack);
+      return *reinterpret_cast<const Pack<int32_t, kColumnPack>*>(of_step + i * kColumnPack);
     }
-    Pack<int32_t, kPack> token;
+    Pack<int32_t, kColumnPack> token;
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
-      const uint32_t q = i * kPack + j;
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
+      const uint32_t q = i * kColumnPack + j;
       const uint32_t step = step_of(q);
       const uint32_t column = q - step * p.columns.divisor;
       token.x[j] = q < columns() ? token_at(p, from + step * p.top_k_stride[1], column) : -1;
@@ -145,11 +136,10 @@ struct Request {
   }
 
   /// Tokens of columns q and on -> ids to look up, or -1. Writes what needs no look-up, if `writes`.
-  template <uint32_t kPack>
   __device__ __forceinline__ uint32_t
-  locate(uint32_t q, const int32_t (&token)[kPack], int32_t (&id)[kPack], bool writes) const {
+  locate(uint32_t q, const int32_t (&token)[kColumnPack], int32_t (&id)[kColumnPack], bool writes) const {
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
       id[j] = -1;
       if (q + j >= columns()) continue;
       const int64_t n = length_of(step_of(q + j));
@@ -169,11 +159,9 @@ struct Request {
 
   __device__ __forceinline__ void count_valid(uint32_t) const {}
 
-  __device__ __forceinline__ int64_t load_source(int32_t token) const {
-    return host_loc(p, state, token);
-  }
-  __device__ __forceinline__ bool is_source(int64_t source) const {
-    return is_host_row(p, source);
+  __device__ __forceinline__ bool source(int32_t token, int64_t& source) const {
+    source = host_row(p, state, token);
+    return source >= 0;
   }
 
   // -------------------------------------------------------------------------------------------------------- results
@@ -183,18 +171,17 @@ struct Request {
     return p.out + row * p.out_stride[0] + step * p.out_stride[1] + (q - step * p.columns.divisor);
   }
 
-  template <uint32_t kPack>
   __device__ __forceinline__ void write_columns(
-      uint32_t q, const int32_t (&where)[kPack], uint32_t pending, uint32_t) const {
-    if (pending == (1u << kPack) - 1 && launch.set.vector_out) [[likely]] {
-      Pack<int32_t, kPack> pack;
+      uint32_t q, const int32_t (&where)[kColumnPack], uint32_t pending, uint32_t) const {
+    if (pending == (1u << kColumnPack) - 1 && launch.set.vector_out) [[likely]] {
+      Pack<int32_t, kColumnPack> pack;
 #pragma unroll
-      for (uint32_t j = 0; j < kPack; ++j) pack.x[j] = where[j];
-      *reinterpret_cast<Pack<int32_t, kPack>*>(out_of(q)) = pack;
+      for (uint32_t j = 0; j < kColumnPack; ++j) pack.x[j] = where[j];
+      *reinterpret_cast<Pack<int32_t, kColumnPack>*>(out_of(q)) = pack;
       return;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
       if (pending >> j & 1) write_column(q + j, where[j], false);
     }
   }
@@ -227,9 +214,9 @@ struct Request {
     return {source, where};
   }
 
-  template <Span kSpan, typename Copies>
+  template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {
-    hisparse::copy_rows<kLoadBatch<kSteps, kSpan>>(
+    hisparse::copy_rows<kLoadBatch>(
         ItemRows<Copies>{p.items, copies}, count, copied_bytes(p.items), launch.piece_bytes, worker, workers);
   }
 
@@ -263,7 +250,7 @@ __global__ void __launch_bounds__(hisparse::kResolveThreads, 1)
     load_kernel(const __grid_constant__ SwapInParams p, const __grid_constant__ LoadLaunch launch) {
   const uint32_t row = launch.first_row + (blockIdx.x >> launch.set.cluster_log2);
   const uint32_t blocks = 1u << launch.set.cluster_log2;
-  const uint32_t rank = hisparse::rank_of_block(launch.set);
+  const uint32_t rank = blockIdx.x & (blocks - 1);
   const bool first = rank == 0 && threadIdx.x == 0;
   if (is_padding(p.num_real, row)) {
     write_row(p, row, rank, blocks, [&](uint32_t) { return p.padded; });
@@ -282,8 +269,11 @@ __global__ void __launch_bounds__(hisparse::kResolveThreads, 1)
     if (first && p.miss_count) p.miss_count[row] = 0;
     return;
   }
-  const Request<kSteps> request(p, launch, hisparse::memory_of_block<kSpan>(launch.set), row, state);
-  hisparse::resolve_set<kSpan>(request, launch.set);
+  char* const memory = kSpan == Span::kWide
+                           ? launch.set.workspace + static_cast<int64_t>(blockIdx.x) * launch.set.layout.bytes
+                           : hisparse::dynamic_shared();
+  const Request<kSteps> request(p, launch, memory + launch.set.layout.own, row, state);
+  hisparse::Resolver<Request<kSteps>, kSpan>(request, launch.set, memory, rank).resolve();
 }
 
 }  // namespace hotplan::device_buffer

@@ -72,18 +72,10 @@ HOTPLAN_HD int32_t extra_row(const SwapInParams& p, const int32_t* tokens, const
   return -1;
 }
 
-/// What the table says about a token that exists.
-HOTPLAN_HD int64_t host_loc(const SwapInParams& p, int32_t state, int32_t token) {
-  return p.host_locs[static_cast<int64_t>(state) * p.max_tokens + token];
-}
-HOTPLAN_HD bool is_host_row(const SwapInParams& p, int64_t loc) {
-  return loc >= 0 && loc < p.items.host_rows;
-}
-
 /// The host row of a token that exists, or -1: a token without one gives -1 and touches nothing.
 HOTPLAN_HD int64_t host_row(const SwapInParams& p, int32_t state, int32_t token) {
-  const int64_t loc = host_loc(p, state, token);
-  return is_host_row(p, loc) ? loc : -1;
+  const int64_t loc = p.host_locs[static_cast<int64_t>(state) * p.max_tokens + token];
+  return loc >= 0 && loc < p.items.host_rows ? loc : -1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

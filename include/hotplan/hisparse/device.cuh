@@ -77,15 +77,6 @@ inline uint32_t cluster_for(uint32_t sets, const Device& d) {
   return log2;
 }
 
-/// Lets the blocks of a cluster divide each set, where that is faster and they can: sets of 2,048 columns and 4,096
-/// slots took 9.0 us divided and 7.9 not, those of twice as many 11.4 and 15.3. Returns the shared memory that a block
-/// needs.
-inline uint32_t divide_sets(const SetShape& shape, const Device& d, SetLaunch& set) {
-  set.divided =
-      !fits_tile(shape) && set.cluster_log2 > 0 && divide_set(shape, set.cluster_log2, d.shared_bytes, set.division);
-  return set.divided ? max_of(set.layout.bytes, set.division.bytes) : set.layout.bytes;
-}
-
 /// Whether rows that begin at `data`, `stride` bytes apart, can be read `pack_bytes` at a time.
 inline bool can_vectorize(const void* data, int64_t stride, uint32_t pack_bytes) {
   return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(stride)) % min_of(pack_bytes, 16u) == 0;

@@ -36,11 +36,7 @@ struct SetShape {
   uint32_t own_bytes;     // what the addressing keeps for itself
 };
 
-inline bool fits_tile(const SetShape& shape) {
-  return shape.columns <= kTileColumns && shape.slots <= kTileSlots;
-}
-
-/// Byte offsets. What the addressing keeps comes first.
+/// Byte offsets.
 struct SetLayout {
   uint32_t table_size = 0;  // entries of the hash table
   uint32_t ids = 0;         // int32 [Q]: the id of an owner, -1, or -2 - owner for another column with its id
@@ -49,8 +45,9 @@ struct SetLayout {
   uint32_t new_order = 0;   // uint16 [H]; in a repair the inverse of the order
   uint32_t flags = 0;       // uint8 [H], by slot
   uint32_t totals = 0;      // WarpTotals, then the flag has_duplicates; at last what sort_copies counts
-  uint32_t keys = 0;        // int32 [table_size]
-  uint32_t columns = 0;     // Index [table_size]
+  uint32_t own = 0;
+  uint32_t keys = 0;     // int32 [table_size]
+  uint32_t columns = 0;  // Index [table_size]
   // In the table's place, once nobody asks it any more:
   uint32_t victims = 0;  // uint16 [min(Q, H)]
   uint32_t sources = 0;  // [min(Q, H + spare)]
@@ -69,13 +66,13 @@ inline SetLayout set_layout(const SetShape& shape, uint32_t table_size, bool wid
     return begin;
   };
   uint32_t at = 0;
-  take(at, shape.own_bytes);
   l.ids = take(at, 4 * q);
   l.slot_of = take(at, index * q);
   l.order = take(at, 2 * h);
   l.new_order = take(at, 2 * h);
   l.flags = take(at, h);
   l.totals = take(at, 2 * 32 * 8 + 16);
+  l.own = take(at, shape.own_bytes);
   uint32_t other = at;
   l.keys = take(at, 4 * table_size);
   l.columns = take(at, index * table_size);
@@ -83,63 +80,6 @@ inline SetLayout set_layout(const SetShape& shape, uint32_t table_size, bool wid
   l.sources = take(other, shape.source_bytes * min_of(q, h + shape.spare));
   l.bytes = max_of(at, other);
   return l;
-}
-
-/// A set that the blocks of a cluster divide (divided.cuh): what each block has, as powers of two, and byte offsets in
-/// its memory. What the addressing keeps comes first.
-struct DividedLayout {
-  uint32_t columns_log2 = 0;
-  uint32_t slots_log2 = 0;
-  uint32_t entries_log2 = 0;
-  uint32_t entries = 0;  // Entry [entries]; at last the order of the copies
-  uint32_t slot_of = 0;  // int32 [columns]
-  uint32_t named = 0;    // uint32 [slots of all blocks / 32]: slots that this block's positions name
-  uint32_t inbox = 0;    // the same words of every block, for the slots of this one
-  uint32_t hits = 0;     // uint32 [slots of all blocks / 32]
-  uint32_t sources = 0;  // of this block's copies
-  uint32_t victims = 0;  // uint16, of this block's copies
-  uint32_t totals = 0;   // WarpTotals, then the flag `corrupt`; at last what sort_copies counts
-  uint32_t shares = 0;   // Share [blocks]
-  uint32_t bytes = 0;
-};
-
-/// What a thread has of a divided set.
-inline constexpr uint32_t kDividedColumns = 1;
-inline constexpr uint32_t kDividedSlots = 2;
-
-/// Whether 2^blocks_log2 blocks can divide a set, and how.
-inline bool divide_set(const SetShape& shape, uint32_t blocks_log2, uint32_t shared_bytes, DividedLayout& l) {
-  const auto log2_for = [](uint32_t count, uint32_t least) {
-    uint32_t log2 = least;
-    while (log2 < 31 && (1u << log2) < count) ++log2;
-    return log2;
-  };
-  const uint32_t blocks = 1u << blocks_log2;
-  l.columns_log2 = log2_for(div_ceil(shape.columns, blocks), 5);  // whole warps
-  l.slots_log2 = log2_for(div_ceil(shape.slots, blocks), 6);
-  if (1u << l.columns_log2 > kDividedColumns * kResolveThreads) return false;
-  if (1u << l.slots_log2 > kDividedSlots * kResolveThreads) return false;
-  l.entries_log2 = l.columns_log2 + 3;  // eight per id
-  const uint32_t copies = div_ceil(min_of(shape.columns, shape.slots + shape.spare), blocks);
-  const uint32_t all_slots = blocks << l.slots_log2;
-  uint32_t at = 0;
-  const auto take = [&](uint32_t bytes) {
-    const uint32_t begin = at;
-    at += div_ceil(bytes, 16u) * 16;
-    return begin;
-  };
-  take(shape.own_bytes);
-  l.entries = take(8 << l.entries_log2);
-  l.slot_of = take(4 << l.columns_log2);
-  l.named = take(all_slots / 8);
-  l.inbox = take(all_slots / 8);
-  l.hits = take(all_slots / 8);
-  l.sources = take(shape.source_bytes * copies);
-  l.victims = take(2 * copies);
-  l.totals = take(2 * 32 * 8 + 16);
-  l.shares = take(8 * blocks);
-  l.bytes = at;
-  return at <= shared_bytes;
 }
 
 struct SetPlan {
@@ -152,7 +92,7 @@ inline SetPlan plan_set(const SetShape& shape, uint32_t shared_bytes) {
   uint32_t size = 4;
   while (size < 2 * shape.columns) size *= 2;
   if (shape.columns <= kMaxNarrowColumns) {
-    const bool tile = fits_tile(shape);
+    const bool tile = shape.columns <= kTileColumns && shape.slots <= kTileSlots;
     for (const uint32_t roomier : {4u, 2u, 1u}) {
       const SetLayout l = set_layout(shape, size * roomier, false);
       if (l.bytes <= shared_bytes) return {tile ? Span::kTile : Span::kLoop, l};
@@ -160,19 +100,5 @@ inline SetPlan plan_set(const SetShape& shape, uint32_t shared_bytes) {
   }
   return {Span::kWide, set_layout(shape, size, true)};
 }
-
-/// What a launch says about a resolution, beside the family's params.
-struct SetLaunch {
-  uint32_t cluster_log2;  // blocks per set
-  bool vector_columns;    // rows of columns, of the LRU and of held ids can be read a pack at a time
-  bool vector_lru;
-  bool vector_held;
-  bool vector_out;  // and rows of outputs be written
-  bool copy;
-  bool divided;     // among the blocks of a cluster, as `division` says
-  char* workspace;  // wide: layout.bytes for every block
-  SetLayout layout;
-  DividedLayout division;
-};
 
 }  // namespace hotplan::hisparse

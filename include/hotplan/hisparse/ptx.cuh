@@ -14,13 +14,6 @@ __device__ __forceinline__ char* dynamic_shared() {
   return hotplan_shared;
 }
 
-/// Whether the code that is compiled can be launched in clusters.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-inline constexpr bool kHasClusters = true;
-#else
-inline constexpr bool kHasClusters = false;
-#endif
-
 /// The barrier of a thread-block cluster in two halves: what is between them hides the wait. Kernels are launched as
 /// clusters only where they were compiled for sm_90 or later.
 /// It keeps what a thread has read and used before it arrives apart from what others write after the wait. No stores
@@ -34,25 +27,6 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-/// cluster_arrive that hands over what this thread has stored, which waits for it.
-__device__ __forceinline__ void cluster_arrive_release() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-/// The place in the shared memory of block `rank` of the cluster where `here` is in this block's.
-template <typename T>
-__device__ __forceinline__ T* in_block(T* here, uint32_t rank) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint64_t there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
-  return reinterpret_cast<T*>(there);
-#else
-  return here;
 #endif
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <hotplan/hisparse/cache_rows.cuh>
-#include <hotplan/hisparse/divided.cuh>
+#include <hotplan/hisparse/resolver.cuh>
 #include <hotplan/hisparse/rules.h>
 
 namespace hotplan::hisparse {
@@ -90,13 +90,6 @@ struct Residency {
     return p.dgi + static_cast<int64_t>(run.state) * p.hot_slots;
   }
 
-  /// The same for blocks that divide the set: all of them count in the first one's memory.
-  __device__ __forceinline__ Residency divided() const {
-    Residency r = *this;
-    r.valid = in_block(valid, 0);
-    return r;
-  }
-
   /// Asks for what row_of_slot needs, and clears the counters.
   template <bool kShared>
   __device__ __forceinline__ void load_rows() const {
@@ -118,14 +111,13 @@ struct Residency {
 
   // -------------------------------------------------------------------------------------------------------- columns
 
-  template <uint32_t kPack>
-  __device__ __forceinline__ Pack<int32_t, kPack> tokens(uint32_t i) const {
+  __device__ __forceinline__ Pack<int32_t, kColumnPack> tokens(uint32_t i) const {
     const int32_t* const from = p.ids + row * p.ids_stride;
-    if (run.rows == 1) return load_pack<kPack>(from, i, p.top_k.divisor, vector_columns);
-    Pack<int32_t, kPack> token;
+    if (run.rows == 1) return load_pack<kColumnPack>(from, i, p.top_k.divisor, vector_columns);
+    Pack<int32_t, kColumnPack> token;
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
-      const uint32_t q = i * kPack + j;
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
+      const uint32_t q = i * kColumnPack + j;
       const uint32_t r = p.top_k.div(q);
       token.x[j] = q < columns() ? from[r * p.ids_stride + (q - r * p.top_k.divisor)] : -1;
     }
@@ -134,24 +126,23 @@ struct Residency {
 
   /// Tokens of columns q and on -> ids to look up, or -1. Writes what follows from a location alone, if `writes`.
   /// Returns how many are valid.
-  template <uint32_t kPack>
   __device__ __forceinline__ uint32_t
-  locate(uint32_t q, const int32_t (&token)[kPack], int32_t (&id)[kPack], bool writes) const {
+  locate(uint32_t q, const int32_t (&token)[kColumnPack], int32_t (&id)[kColumnPack], bool writes) const {
     // Without tables and outputs of its own, a column is its token: half the instructions of this step.
     if (!p.tables.source.data && !p.tables.resident.data && !p.resolved && !p.valid) {
 #pragma unroll
-      for (uint32_t j = 0; j < kPack; ++j) {
+      for (uint32_t j = 0; j < kColumnPack; ++j) {
         id[j] = static_cast<uint32_t>(token[j]) < p.tables.id_limit ? token[j] : -1;
         if (id[j] < 0 && writes && q + j < columns()) write_column(q + j, -1, false);
       }
       return 0;
     }
-    TokenPages where[kPack];
+    TokenPages where[kColumnPack];
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) where[j] = look_up(p, run.request, token[j]);
+    for (uint32_t j = 0; j < kColumnPack; ++j) where[j] = look_up(p, run.request, token[j]);
     uint32_t count = 0;
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
       const Location at = locate_token(token[j], where[j]);
       id[j] = at.pending() ? at.id : -1;
       if (q + j >= columns()) continue;
@@ -177,11 +168,8 @@ struct Residency {
     if (threadIdx.x % kWarp == 0 && count != 0) atomicAdd(valid, count);
   }
 
-  /// What says where an id's bytes are, and whether that is anywhere: a load, and what waits for it.
-  __device__ __forceinline__ int32_t load_source(int32_t id) const {
-    return id;
-  }
-  __device__ __forceinline__ bool is_source(int32_t) const {
+  __device__ __forceinline__ bool source(int32_t id, int32_t& source) const {
+    source = id;
     return true;
   }
 
@@ -194,22 +182,21 @@ struct Residency {
   }
 
   /// The rows of columns q and on that are in `pending`; a bit per column, likewise in `copied`.
-  template <uint32_t kPack>
   __device__ __forceinline__ void write_columns(
-      uint32_t q, const int32_t (&where)[kPack], uint32_t pending, uint32_t copied) const {
-    if (pending == (1u << kPack) - 1 && vector_out && p.attention == nullptr) [[likely]] {
-      Pack<int32_t, kPack> pack;
+      uint32_t q, const int32_t (&where)[kColumnPack], uint32_t pending, uint32_t copied) const {
+    if (pending == (1u << kColumnPack) - 1 && vector_out && p.attention == nullptr) [[likely]] {
+      Pack<int32_t, kColumnPack> pack;
 #pragma unroll
-      for (uint32_t j = 0; j < kPack; ++j) pack.x[j] = where[j];
-      *reinterpret_cast<Pack<int32_t, kPack>*>(p.hot + base + q) = pack;
+      for (uint32_t j = 0; j < kColumnPack; ++j) pack.x[j] = where[j];
+      *reinterpret_cast<Pack<int32_t, kColumnPack>*>(p.hot + base + q) = pack;
       if (p.mask == nullptr) return;
 #pragma unroll
-      for (uint32_t j = 0; j < kPack; ++j) pack.x[j] = copied >> j & 1;
-      *reinterpret_cast<Pack<int32_t, kPack>*>(p.mask + base + q) = pack;
+      for (uint32_t j = 0; j < kColumnPack; ++j) pack.x[j] = copied >> j & 1;
+      *reinterpret_cast<Pack<int32_t, kColumnPack>*>(p.mask + base + q) = pack;
       return;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < kPack; ++j) {
+    for (uint32_t j = 0; j < kColumnPack; ++j) {
       if (pending >> j & 1) write_column(q + j, where[j], copied >> j & 1);
     }
   }
@@ -277,7 +264,7 @@ struct Residency {
   }
 
   /// launch.copy is set for rows that can be copied in 16-byte pieces.
-  template <Span, typename Copies>
+  template <typename Copies>
   __device__ __forceinline__ void copy(const Copies& copies, uint32_t count, uint32_t worker, uint32_t workers) const {
     const auto row_bytes = static_cast<uint32_t>(p.caches.row_bytes);
     copy_rows<4>(CacheRows<Copies>{p.caches, copies}, count, row_bytes, 16, worker, workers);
@@ -288,13 +275,17 @@ template <Span kSpan>
 __global__ void __launch_bounds__(kResolveThreads, 1)
     resolve_kernel(const __grid_constant__ ResolveParams params, const __grid_constant__ ResolveLaunch launch) {
   const uint32_t row = launch.first_row + (blockIdx.x >> launch.set.cluster_log2);
+  const uint32_t rank = blockIdx.x & ((1u << launch.set.cluster_log2) - 1);
   const Run run = find_run(params, row);
   if (run.kind == RowKind::kFollower) return;
-  const Residency residency(params, launch.set, memory_of_block<kSpan>(launch.set), row, run);
+  char* const memory = kSpan == Span::kWide
+                           ? launch.set.workspace + static_cast<int64_t>(blockIdx.x) * launch.set.layout.bytes
+                           : dynamic_shared();
+  const Residency residency(params, launch.set, memory + launch.set.layout.own, row, run);
   if (run.kind == RowKind::kPadding) {
-    residency.write_padding(rank_of_block(launch.set), 1u << launch.set.cluster_log2);
+    residency.write_padding(rank, 1u << launch.set.cluster_log2);
   } else {
-    resolve_set<kSpan>(residency, launch.set);
+    Resolver<Residency, kSpan>(residency, launch.set, memory, rank).resolve();
   }
 }
 

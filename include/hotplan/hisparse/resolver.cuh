@@ -7,12 +7,12 @@
 /// 3. Slots look their ids up: hits, by slot and by column. A slot without a mark betrays a corrupt LRU.
 /// 4. One scan numbers the hits along the LRU and the misses along the columns, and everything has its place: the m-th
 ///    miss takes the m-th victim, the new LRU is a stable partition of the old one.
-/// 5. Outputs are written. What is to be copied is in miss_copies.cuh's list.
+/// 5. Outputs are written, and the rows copied where that is asked for, in the order of the host's memory where there
+///    are many.
 /// State that is corrupt shows in marks and counts that do not match; it is repaired then and step 4 done again.
 ///
-/// Blocks of a cluster share the work of step 5 and the copies alone. They exchange nothing; a barrier keeps each from
-/// writing state that another still reads. So one request's copies have several SMs' worth of reads under way, in the
-/// same launch. Larger sets are divided among the blocks instead (divided.cuh).
+/// Blocks of a cluster share the work of step 5 alone. They exchange nothing; a barrier keeps each from writing state
+/// that another still reads. So one request's copies have several SMs' worth of reads under way, in the same launch.
 ///
 /// Where a set is small enough (Span::kTile) a thread keeps its columns and slots in registers all the way;
 /// the bound is instructions (NOTES.md), and loads and stores of shared memory were most of them.
@@ -21,14 +21,32 @@
 /// device_buffer/load.cuh.
 #pragma once
 
+#include <hotplan/hisparse/copy.cuh>
 #include <hotplan/hisparse/hot_set.cuh>
 #include <hotplan/hisparse/layout.h>
 #include <hotplan/hisparse/lru.cuh>
-#include <hotplan/hisparse/miss_copies.cuh>
 
 #include <type_traits>
 
 namespace hotplan::hisparse {
+
+/// Copies of a block, and blocks of a launch, from which on sorting pays: 128 requests at 10 % of misses took 348 us
+/// instead of 391, 8 requests at 100 % 203 instead of 213; but one request at 50 %, in eight blocks, 23.0 instead
+/// of 21.8.
+inline constexpr uint32_t kSortedCopies = 128;
+inline constexpr uint32_t kSortedBlocks = 64;
+
+/// What a launch says about a resolution, beside the family's params.
+struct SetLaunch {
+  uint32_t cluster_log2;  // blocks per set
+  bool vector_columns;    // rows of columns, of the LRU and of held ids can be read a pack at a time
+  bool vector_lru;
+  bool vector_held;
+  bool vector_out;  // and rows of outputs be written
+  bool copy;
+  char* workspace;  // wide: layout.bytes for every block
+  SetLayout layout;
+};
 
 template <typename Addressing, Span kSpan>
 struct Resolver {
@@ -160,7 +178,7 @@ struct Resolver {
   // --------------------------------------------------------------------------------------------------------- 1. loads
 
   __device__ __forceinline__ void start(Own& own) const {
-    own.id = threadIdx.x < column_packs() ? a.template tokens<kColumnPack>(threadIdx.x) : Columns{{-1, -1}};
+    own.id = threadIdx.x < column_packs() ? a.tokens(threadIdx.x) : Columns{{-1, -1}};
     if (threadIdx.x < slot_packs()) own.order = load_order(threadIdx.x);
     if (threadIdx.x < slot_packs()) own.held = load_held(threadIdx.x);
     a.template load_rows<!kWide>();
@@ -206,7 +224,7 @@ struct Resolver {
       uint32_t known = 0;
       if (inside) {
         const Columns token = next;
-        if (!kTile && i + kThreads < column_packs()) next = a.template tokens<kColumnPack>(i + kThreads);
+        if (!kTile && i + kThreads < column_packs()) next = a.tokens(i + kThreads);
         valid += a.locate(i * kColumnPack, token.x, id.x, mine());
 #pragma unroll
         for (uint32_t j = 0; j < kColumnPack; ++j) pending |= id.x[j] >= 0;
@@ -323,8 +341,7 @@ struct Resolver {
         if (id.x[j] < 0) continue;
         found += at.x[j] != kNone;
         if (at.x[j] != kNone) continue;
-        own.source[j] = a.load_source(id.x[j]);
-        if (a.is_source(own.source[j])) {
+        if (a.source(id.x[j], own.source[j])) {
           ++misses;
         } else {
           slot_of[i * kColumnPack + j] = kNowhere;
@@ -401,7 +418,7 @@ struct Resolver {
       for (uint32_t j = 0; j < kColumnPack; ++j) {
         if (id.x[j] < 0 || at.x[j] != kNone) continue;
         if (m < copies) {
-          if (!kTile) own.source[j] = a.load_source(id.x[j]);
+          if (!kTile) a.source(id.x[j], own.source[j]);
           slot_of[i * kColumnPack + j] = static_cast<Index>(kMissed | m);
           sources[m] = own.source[j];
         }
@@ -411,6 +428,14 @@ struct Resolver {
   }
 
   // --------------------------------------------------------------------------------------------------- 5. results
+
+  /// The device row of miss m.
+  __device__ __forceinline__ int32_t row_of_miss(uint32_t m, uint32_t loads) const {
+    if constexpr (Addressing::kSpare) {
+      if (m >= loads) return a.spare_row(m - loads);
+    }
+    return a.row_of_slot(victims[m]);
+  }
 
   /// Rows of pending columns, and with those that own a miss its copy and the slot's new id.
   __device__ __forceinline__ void write_columns(const Own& own, uint32_t loads) const {
@@ -429,7 +454,7 @@ struct Resolver {
         row.x[j] = at.x[j] < kMissed ? a.row_of_slot(at.x[j]) : -1;
         if (at.x[j] < kMissed || at.x[j] >= kNowhere) continue;
         const uint32_t m = at.x[j] & static_cast<Index>(~kMissed);
-        row.x[j] = row_of_miss(a, m, loads, victims + m);
+        row.x[j] = row_of_miss(m, loads);
         if (id.x[j] < 0) continue;
         copied |= static_cast<uint32_t>(row.x[j] >= 0) << j;
         if (m < loads) a.held()[victims[m]] = row.x[j] >= 0 ? id.x[j] : -1;
@@ -450,8 +475,56 @@ struct Resolver {
     });
   }
 
-  /// `list` becomes what this block has to copy.
-  __device__ __forceinline__ void resolve(MissCopies<Source, kSpan>& list) const {
+  /// The copies of this block, for Addressing::copy: every blocks()-th miss, as they come or as `sorted` says.
+  struct Copies {
+    const Resolver& r;
+    uint32_t loads;
+    bool sorted;
+
+    __device__ __forceinline__ auto at(uint32_t n) const {
+      const uint32_t m = sorted ? r.slot_of[n] : n * r.blocks() + r.rank;
+      return r.a.copy_of(r.sources[m], r.row_of_miss(m, loads));
+    }
+  };
+
+  /// Misses of this block by where they lie in host memory, in the place of slot_of. Requests that are resolved side by
+  /// side then read from the same part of the pool at a time, and the GPU's address translation, which holds only a
+  /// part of it, finds more of what it needs.
+  __device__ __forceinline__ void sort_copies(uint32_t count) const {
+    constexpr uint32_t kBuckets = 4 * kWarp;
+    auto* const place = reinterpret_cast<uint32_t*>(totals);  // [kBuckets]
+    static_assert(sizeof(WarpTotals<uint64_t>) >= kBuckets * sizeof(uint32_t));
+    const float share = kBuckets / static_cast<float>(a.host_rows());
+    const auto bucket_of = [&](uint32_t m) {
+      return min(kBuckets - 1, static_cast<uint32_t>(static_cast<float>(sources[m]) * share));
+    };
+    if (threadIdx.x < kBuckets) place[threadIdx.x] = 0;
+    __syncthreads();  // nobody asks slot_of any more, either
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < count; n += kThreads) atomicAdd(place + bucket_of(n * blocks() + rank), 1u);
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      uint32_t size[4];
+      uint32_t own = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) own += size[i] = place[threadIdx.x * 4 + i];
+      uint32_t next = warp_scan(own, threadIdx.x) - own;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        place[threadIdx.x * 4 + i] = next;
+        next += size[i];
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < count; n += kThreads) {
+      const uint32_t m = n * blocks() + rank;
+      slot_of[atomicAdd(place + bucket_of(m), 1u)] = static_cast<Index>(m);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void resolve() const {
     Own own;
     start(own);
     async_wait();  // what load_rows has asked for
@@ -479,7 +552,8 @@ struct Resolver {
     const uint32_t hits = scanned.total.first();
     const uint32_t misses = scanned.total.second();
     const Partition target{a.slots(), hits, min(misses, a.slots() - hits)};
-    const uint32_t copies = copied_misses(a, misses, target.loads);
+    uint32_t copies = target.loads;
+    if constexpr (Addressing::kSpare) copies = min(misses, copies + a.spare());
     partition(own, target, scanned.before.first());
     number_misses(own, scanned.before.second(), copies);
     __syncthreads();
@@ -491,7 +565,12 @@ struct Resolver {
     }
     a.write_counts(rank, blocks(), copies);
     a.add_stats(rank, scanned.sum.first() - misses, misses);
-    list.set(copies, target.loads);
+    if (launch.copy && copies > rank) {
+      const uint32_t count = (copies - rank - 1) / blocks() + 1;
+      const bool sorted = !kWide && count >= kSortedCopies && gridDim.x >= kSortedBlocks;
+      if (sorted) sort_copies(count);
+      a.copy(Copies{*this, target.loads, sorted}, count, threadIdx.x / kWarp, kThreads / kWarp);
+    }
   }
 };
 
