@@ -68,12 +68,17 @@ def _library(entry: Path, recipe: Recipe, shipped: bool = False) -> Path:
         if library.parent != entry:
             raise ValueError(f"damaged, it names a library elsewhere: {manifest['library']}")
         refuse_foreign(library)
-        # It is paged in anyway; hashing 1 MB takes 1 ms, and running a truncated library is a SIGBUS.
-        if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
-            raise ValueError(f"{library.name} is not what was built")
+        refuse_damaged(library, manifest)
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"damaged, {type(error).__name__}: {error}") from error
     return library
+
+
+def refuse_damaged(library: Path, manifest: dict[str, Any]) -> None:
+    """Raises ValueError if it is not what was built, and OSError or KeyError."""
+    # It is paged in anyway; hashing 1 MB takes 1 ms, and running a truncated library is a SIGBUS.
+    if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
+        raise ValueError(f"{library.name} is not what was built")
 
 
 def read_manifest(entry: Path) -> dict[str, Any]:

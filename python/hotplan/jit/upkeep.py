@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -120,9 +119,7 @@ def _look(path: Path, what: str, recipes: dict[str, Recipe], shipped: bool) -> E
         built = float(manifest.get("built", built))
         version = str(manifest.get("hotplan", ""))
         archs = tuple(manifest["parts"]["archs"])
-        library = (path / manifest["library"]).read_bytes()
-        if hashlib.sha256(library).hexdigest() != manifest["sha256"]:
-            raise ValueError(f"{manifest['library']} is not what was built")
+        cache.refuse_damaged(path / manifest["library"], manifest)
         if what in recipes:
             differences = recipes[what].differences(manifest["parts"], shipped)
             why_not, outdated = ", ".join(differences.values()), not _VERSION_PARTS.isdisjoint(differences)
