@@ -181,21 +181,10 @@ def inside_sglang() -> str:
     outside the site, too; a test compares them."""
     lines: list[tuple[str, str, float, float]] = []
 
-    planned = "copy_cache_planned_mla"  # measured again when its kernel had changed
-
-    def add(
-        file: str,
-        section: str,
-        function: str | None = None,
-        form: str = "{plans}",
-        metric: str = "graph",
-        plans: str = "",
-    ) -> None:
+    def add(file: str, section: str, function: str | None = None, form: str = "{plans}", metric: str = "graph") -> None:
         for line in (RESULTS / file).read_text().splitlines()[1:]:
             row = json.loads(line)
-            if section not in row["section"] or row["metric"] != metric or plans not in row["plans"]:
-                continue
-            if row["case"] == planned and "planned" not in file:
+            if section not in row["section"] or row["metric"] != metric:
                 continue
             case = form.format(case=row["case"], plans=row["plans"])
             lines.append((function or row["case"], case, row["peer"]["median"], row["ours"]["median"]))
