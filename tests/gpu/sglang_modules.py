@@ -258,7 +258,8 @@ def _file(name: str, path: Path) -> ModuleType:
 
 
 def sources() -> Path:
-    """The directory that HOTPLAN_SGLANG_SOURCES names; a test without one is skipped."""
+    """The directory that HOTPLAN_SGLANG_SOURCES names. A test without one is skipped, since SGLang with its dependencies
+    takes gigabytes and is none of ours; a comparison needs a few MB of its sources, which whoever wants one unpacks."""
     path = os.environ.get("HOTPLAN_SGLANG_SOURCES")
     if not path:
         pytest.skip("HOTPLAN_SGLANG_SOURCES names no SGLang")

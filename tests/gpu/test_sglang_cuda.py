@@ -890,9 +890,8 @@ def test_times_of_plans(ring: str, function: str, name: str, wheel: sglang_modul
     if function == "generate_legacy":
         call["compress_ratio"] = case.geometry.compress_ratio
     kind = "Decode" if extend == 1 else "Prefill"
-    on_cpu = (
-        kind == "Prefill" and function != "generate"
-    )  # SGLang's: legacy takes no other lengths, online waits for them
+    # SGLang's legacy plans take no lengths on the GPU, and its online plans wait for them.
+    on_cpu = kind == "Prefill" and function != "generate"
     if kind == "Prefill":
         call |= {"extend_lens": case.extend_lens, "num_q_tokens": lengths.num_q_tokens}
         if function == "generate":
